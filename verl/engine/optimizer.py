@@ -1,0 +1,132 @@
+"""AdamW (arXiv 1711.05101) with float32 masters beside low-precision working weights, and schedules as functions of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from verl.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    lr: float = field(default=1e-6, metadata={"help": "peak learning rate"})
+    schedule: str = field(default="constant", metadata={"help": "constant | linear | cosine, after the warm-up, to 0 at the last step"})
+    warmup_steps: int = field(default=0, metadata={"help": "optimizer updates of linear warm-up"})
+    betas: tuple[float, float] = field(default=(0.9, 0.999), metadata={"help": "decay of AdamW's two moments"})
+    eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
+    weight_decay: float = field(default=0.0, metadata={"help": "decoupled decay of matrices; vectors are never decayed"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are scaled down to this global norm"})
+    max_skipped: int = field(default=10, metadata={"help": "stop after this many non-finite updates in a row"})
+
+    def __post_init__(self):
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"schedule {self.schedule!r} is not known; allowed: constant, linear, cosine")
+        if not self.lr >= 0 or not self.max_grad_norm > 0 or self.warmup_steps < 0:
+            raise ConfigError(f"lr {self.lr}, max_grad_norm {self.max_grad_norm}, warmup_steps {self.warmup_steps}: "
+                              "lr and warmup_steps must be >= 0, max_grad_norm > 0")
+
+
+def learning_rate(config: OptimConfig, update: int, total: int) -> float:
+    """The rate of update number `update` (0-based) of `total`: a pure function, so a resume cannot restart it."""
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min(1.0, (update - config.warmup_steps) / max(1, total - config.warmup_steps))
+    return config.lr * (1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class MasterAdamW:
+    """Owns float32 masters, moments and gradient accumulators; writes back into the working weights in place.
+
+    A float32 parameter is its own master. A low-precision one gets a float32 copy, and a float32 accumulator that takes
+    its gradient as soon as autograd has finished it, so that no sum over micro-batches is ever made in low precision.
+    """
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]], config: OptimConfig):
+        self.config, self.updates = config, 0
+        trained = [(n, p) for n, p in named if p.requires_grad]
+        if not trained:
+            raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
+        self.names = [n for n, _ in trained]
+        self.working = [p for _, p in trained]
+        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float().clone() for p in self.working]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulate(m)) for p, m in zip(self.working, self.masters)
+                       if m is not p]
+        decay = [m for m in self.masters if m.dim() >= 2]
+        plain = [m for m in self.masters if m.dim() < 2]
+        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps,
+                                       fused=True)
+
+    @staticmethod
+    def _accumulate(master: torch.Tensor):
+        def hook(parameter: torch.nn.Parameter):
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+        return hook
+
+    def grad_norm(self) -> torch.Tensor:
+        """Global 2-norm of the accumulated gradients, float32 on the device; 0 when there are none."""
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        if not grads:
+            return torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+
+    def clear(self) -> None:
+        """Drop accumulated gradients."""
+        for master in self.masters:
+            master.grad = None
+
+    @torch.no_grad()
+    def step(self, rate: float, norm: float) -> None:
+        """One update at this rate with gradients clipped to max_grad_norm, then write-back."""
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        if scale < 1.0:
+            torch._foreach_mul_(grads, scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        low = [(p, m) for p, m in zip(self.working, self.masters) if m is not p]
+        if low:
+            torch._foreach_copy_([p.data for p, _ in low], [m for _, m in low])
+        self.clear()
+        self.updates += 1
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Masters and moments by name: what a resume needs beside `updates`."""
+        out = {}
+        for name, working, master in zip(self.names, self.working, self.masters):
+            if master is not working:
+                out[f"master.{name}"] = master.detach()
+            for key, value in self.adamw.state.get(master, {}).items():
+                out[f"{key}.{name}"] = value.detach()
+        return out
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, torch.Tensor], updates: int) -> None:
+        """Restore `state()`. Raises KeyError naming a tensor that is missing or of another shape."""
+        for name, working, master in zip(self.names, self.working, self.masters):
+            if master is not working:
+                _copy(master, tensors, f"master.{name}")
+                working.copy_(master)
+            if f"exp_avg.{name}" in tensors:
+                state = self.adamw.state[master]
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    source = tensors[f"{key}.{name}"]
+                    state[key] = source.to(master.device if source.dim() or master.is_cuda else "cpu", copy=True)
+        self.updates = updates
+
+
+def _copy(target: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> None:
+    if name not in tensors or tensors[name].shape != target.shape:
+        seen = tuple(tensors[name].shape) if name in tensors else "nothing"
+        raise KeyError(f"{name}: expected a tensor of shape {tuple(target.shape)}, the checkpoint has {seen}")
+    target.copy_(tensors[name])

@@ -1,0 +1,239 @@
+"""The training engine of one device: log-probs, forward_backward, step, weights in and out.
+
+Packing, micro-batches and precision live here; losses return unreduced values and the coefficients that reduce them were
+computed once over the whole optimizer batch, so no cut of that batch changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from verl.algorithms.base import LossInputs, LossOutputs
+from verl.core.batch import Batch
+from verl.core.errors import TrainingError, WeightsError
+from verl.core.weights import Receipt, Weights
+from verl.engine.base import BaseEngine
+from verl.engine.optimizer import MasterAdamW, OptimConfig, learning_rate
+from verl.models.lm import LM
+from verl.models.packed import Packed
+
+_FLOAT_COLUMNS = ("rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "advantages_T", "returns_T", "margin_S", "ref_sums_S")
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """What one optimizer update did. `skipped` is "" or the reason: "no signal" or "non-finite"."""
+
+    lr: float
+    grad_norm: float
+    skipped: str = ""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums, counts and extremes of metrics over micro-batches, kept on the device until the end."""
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for name, (values, selection) in metrics.items():
+            count = selection.sum()
+            if name.endswith(("/max", "/min")):
+                worst = float("-inf") if name.endswith("/max") else float("inf")
+                best = torch.where(selection, values.float(), worst)
+                best = (best.max() if name.endswith("/max") else best.min()) if best.numel() else torch.tensor(worst)
+                old = self.sums.get(name, best)
+                self.sums[name] = torch.maximum(old, best) if name.endswith("/max") else torch.minimum(old, best)
+            else:
+                total = torch.where(selection, values.double(), 0.0).sum()
+                self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
+
+    def result(self) -> dict[str, float]:
+        names = [n for n in self.sums]
+        if not names:
+            return {}
+        sums = torch.stack([self.sums[n].double() for n in names]).tolist()
+        counts = torch.stack([self.counts[n].double() for n in names]).tolist()
+        return {n: (s if n.endswith(("/max", "/min")) else s / c) for n, s, c in zip(names, sums, counts) if c > 0}
+
+
+class TrainEngine(BaseEngine):
+    """Owns an LM's working weights and, when `optim` is given, their optimizer. Without one it only scores.
+
+    temperature: the sampling temperature the log-probs belong to, on every side of the loss.
+    total_updates: length of the learning-rate schedule. token_budget: computed tokens a micro-batch may have; None
+    chooses it from free memory.
+    """
+
+    def __init__(self, lm: LM, temperature: float = 1.0, optim: OptimConfig | None = None, total_updates: int = 1,
+                 token_budget: int | None = None, train_values: bool = False):
+        self.lm, self.temperature, self.total_updates = lm, temperature, total_updates
+        self.optimizer = MasterAdamW(lm.parameters(), optim) if optim is not None else None
+        self.train_values = train_values and lm.value_head is not None
+        self.token_budget = token_budget or plan_token_budget(lm, training=optim is not None)
+        self.skipped_in_a_row = self.skipped_total = 0
+
+    # -- scoring -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        """Log-prob (nats, float32 [T]) of every token of the batch under the current weights."""
+        return self._score(batch, values=False)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> np.ndarray:
+        """Critic value before every token, float32 [T]."""
+        return self._score(batch, values=True)
+
+    def _score(self, batch: Batch, values: bool) -> np.ndarray:
+        out = np.zeros(len(batch.ids_T), np.float32)
+        numbered = batch.select(np.arange(len(batch)))
+        numbered.row_S = np.arange(len(batch), dtype=np.int64)
+        offsets = batch.offsets
+        for micro in numbered.micro_batches(self.token_budget):
+            result = self.lm.forward(Packed(micro, self.lm.device), self.temperature, logprobs=not values, values=values)
+            column = (result.values_T if values else result.logprobs_T).float().cpu().numpy()
+            places = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in micro.row_S])
+            out[places] = column
+        return out
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch, loss: Callable[[LossInputs], LossOutputs], unit: str = "row",
+                         context: Mapping[str, float] | None = None, logprobs: bool = True) -> dict[str, float]:
+        """Accumulate the gradient of sum(values * coefficients) over the batch; returns reduced metrics and "loss".
+
+        `batch.weights_T` / `weights_S` hold the coefficients (algorithms.reduce). Raises TrainingError with advice when
+        memory runs out; gradients are then cleared.
+        """
+        totals = _Totals()
+        losses = []
+        try:
+            for micro in batch.micro_batches(self.token_budget, unit):
+                losses.append(self._micro(micro, loss, totals, context or {}, logprobs))
+        except torch.OutOfMemoryError as error:
+            self.optimizer.clear()
+            raise TrainingError(f"out of memory with micro-batches of {self.token_budget} tokens; set "
+                                f"trainer.micro_batch_tokens to {self.token_budget // 2} or less, or use LoRA "
+                                f"(model.actor.lora.rank: 16)") from error
+        result = totals.result()
+        result["loss"] = float(torch.stack(losses).double().sum()) if losses else 0.0
+        return result
+
+    def _micro(self, micro: Batch, loss, totals: _Totals, context: Mapping[str, float], logprobs: bool) -> torch.Tensor:
+        device = self.lm.device
+        outputs = self.lm.forward(Packed(micro, device), self.temperature, logprobs=logprobs, values=self.train_values)
+        x = loss_inputs(micro, outputs, device, context)
+        out = loss(x)
+        coefficients = micro.weights_T if out.per_token else micro.weights_S
+        weights = torch.from_numpy(coefficients).to(device, out.values.dtype)
+        total = torch.where(weights != 0, out.values * weights, 0.0).sum()
+        if total.requires_grad:
+            total.backward()
+        totals.add(out.metrics)
+        return total.detach()
+
+    def step(self) -> StepInfo:
+        """Apply the accumulated gradient, unless it is exactly zero (no group had signal) or not finite."""
+        optimizer = self.optimizer
+        rate = learning_rate(optimizer.config, optimizer.updates, self.total_updates)
+        norm = float(optimizer.grad_norm())
+        if norm == 0.0:
+            optimizer.clear()
+            return StepInfo(rate, norm, "no signal")
+        if not np.isfinite(norm):
+            optimizer.clear()
+            self.skipped_in_a_row += 1
+            self.skipped_total += 1
+            if self.skipped_in_a_row >= optimizer.config.max_skipped:
+                raise TrainingError(f"{self.skipped_in_a_row} updates in a row had gradients that are not finite; weights are as "
+                                    "they were before the first of them. Lower trainer.optim.lr, or look at the last samples")
+            return StepInfo(rate, norm, "non-finite")
+        self.skipped_in_a_row = 0
+        optimizer.step(rate, norm)
+        self.version += 1
+        return StepInfo(rate, norm)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Weights:
+        """The working weights as they are now; a sampler on the same module has nothing to copy."""
+        return Weights(self.version, lambda: ((n, p.detach()) for n, p in self.lm.module.named_parameters()), owner=self.lm.module)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Weights) -> Receipt:
+        """Copy tensors by name into the working weights (and masters). Raises WeightsError naming what does not fit."""
+        own = dict(self.lm.module.named_parameters())
+        seen = set()
+        for name, tensor in weights:
+            if name not in own or own[name].shape != tensor.shape:
+                raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model")
+            own[name].copy_(tensor)
+            seen.add(name)
+        if missing := sorted(set(own) - seen):
+            raise WeightsError(f"{len(missing)} tensors did not arrive, the first is {missing[0]!r}")
+        if self.optimizer is not None:
+            for working, master in zip(self.optimizer.working, self.optimizer.masters):
+                if master is not working:
+                    master.copy_(working)
+        self.version = weights.version
+        return self.weights().receipt()
+
+    # -- checkpoint --------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict]:
+        """(tensors, plain numbers) from which `load_state` continues bit for bit."""
+        tensors = {f"working.{n}": p.detach() for n, p in self.lm.parameters() if p.requires_grad}
+        numbers = {"version": self.version, "skipped_total": self.skipped_total, "skipped_in_a_row": self.skipped_in_a_row}
+        if self.optimizer is not None:
+            tensors.update(self.optimizer.state())
+            numbers["updates"] = self.optimizer.updates
+        return tensors, numbers
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict) -> None:
+        """Restore `state()`. Raises KeyError naming what is missing."""
+        for name, parameter in self.lm.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(tensors[f"working.{name}"])
+        if self.optimizer is not None:
+            self.optimizer.load_state(tensors, numbers["updates"])
+        self.version = numbers["version"]
+        self.skipped_total, self.skipped_in_a_row = numbers["skipped_total"], numbers["skipped_in_a_row"]
+
+
+def loss_inputs(batch: Batch, outputs, device: torch.device, context: Mapping[str, float]) -> LossInputs:
+    """A micro-batch's columns on the device, beside what the forward gave."""
+    def column(value, dtype=torch.float32):
+        return None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device, dtype)
+
+    named = {name: column(getattr(batch, name)) for name in _FLOAT_COLUMNS}
+    return LossInputs(logprobs_T=outputs.logprobs_T, entropy_T=outputs.entropy_T, values_T=outputs.values_T,
+                      mask_T=column(batch.mask_T, torch.bool), sequence_T=column(batch.sequence_T, torch.int64),
+                      sequences=len(batch), group_S=column(batch.group_S, torch.int64), old_values_T=column(batch.values_T),
+                      label_S=column(batch.label_S), context=context, **named)
+
+
+def plan_token_budget(lm: LM, training: bool) -> int:
+    """Computed tokens a micro-batch may have, from the memory that is free now and what a token's activations take.
+
+    The estimate counts, per layer, about 16 hidden-sized and 3 intermediate-sized activations kept for backward.
+    """
+    config = lm.config
+    hidden = getattr(config, "hidden_size", None) or lm.module.get_input_embeddings().weight.shape[1]
+    layers = getattr(config, "num_hidden_layers", 12)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    width = 2 if lm.dtype in (torch.bfloat16, torch.float16) else 4
+    token = width * (layers * (16 * hidden + 3 * inner) if training else 8 * hidden + 4 * inner)
+    if lm.device.type == "cuda":
+        free = torch.cuda.mem_get_info(lm.device)[0] * 0.6
+    else:
+        import psutil
+        free = psutil.virtual_memory().available * 0.25
+    return int(min(max(free / token, 512), 65536 if lm.device.type == "cuda" else 16384))

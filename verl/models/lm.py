@@ -1,0 +1,129 @@
+"""LM: a transformers causal language model with one root forward. Nothing else touches its output layer."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from verl.models.attention import AttentionMeta
+from verl.models.head import HeadSpec, shape_logits, token_logprobs
+from verl.models.packed import Packed
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Float32 columns over the packed batch's T targets; None when not asked for."""
+
+    logprobs_T: torch.Tensor | None = None
+    entropy_T: torch.Tensor | None = None
+    values_T: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one attention layer stores for a token; `module` is the layer that owns its pool."""
+
+    module: nn.Module
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+@dataclass(slots=True, eq=False)
+class LM:
+    """The working weights and how to read them. `module` is the plain transformers model: no wrapper renames anything."""
+
+    module: nn.Module  # ...ForCausalLM
+    tokenizer: object
+    path: str
+    head: HeadSpec
+    native: bool = False  # True once prove.py has shown packed and paged attention exact for this architecture
+    why_not: str = ""  # the reason when it is not
+    layers: list[LayerKV] = field(default_factory=list)
+    value_head: nn.Linear | None = None  # float32, on the last hidden state
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def config(self):
+        return self.module.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.get_input_embeddings().weight.dtype
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the positions allow."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
+
+    def hidden(self, ids_N: torch.Tensor, positions_N: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """Last hidden states [N, D] of N tokens in any layout `meta` understands."""
+        out = self.module.base_model(input_ids=ids_N[None], position_ids=positions_N[None], use_cache=False, verl_meta=meta)
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [N, V] at temperature 1; rows without a token are -inf. For samplers: N is small there."""
+        weight, bias = self.output_layer
+        return shape_logits(nn.functional.linear(hidden_ND, weight, bias), self.head)
+
+    @property
+    def output_layer(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = self.module.get_output_embeddings()
+        return layer.weight, getattr(layer, "bias", None)
+
+    def forward(self, packed: Packed, temperature: float, logprobs: bool = True, values: bool = False) -> Outputs:
+        """The root forward: log-probs (nats, at `temperature`), entropies and values of the T targets of a batch.
+
+        values_T[t] is the value of the state *before* target t was chosen.
+        """
+        hidden_TD = self.hidden(packed.ids_N, packed.positions_N, packed)[packed.source_T]
+        out = Outputs()
+        if logprobs:
+            weight, bias = self.output_layer
+            out.logprobs_T, out.entropy_T = token_logprobs(hidden_TD, weight, bias, packed.targets_T, self.head, temperature)
+        if values:
+            if self.value_head is None:
+                raise ValueError("values were asked of a model without a value head; add_value_head() first")
+            out.values_T = self.value_head(hidden_TD.float()).squeeze(-1)
+        return out
+
+    def add_value_head(self, seed: int = 0) -> nn.Linear:
+        """A float32 linear head on the trunk, zero bias, small seeded weights: values start near 0."""
+        width = self.module.get_input_embeddings().weight.shape[1] if not hasattr(self.config, "hidden_size") else self.config.hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        head = nn.Linear(width, 1, dtype=torch.float32)
+        with torch.no_grad():
+            head.weight.copy_(torch.randn(1, width, generator=generator) / width / 10)
+            head.bias.zero_()
+        self.value_head = head.to(self.device)
+        return self.value_head
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Named parameters of trunk and heads, tied ones once, in a stable order."""
+        named = list(self.module.named_parameters())
+        if self.value_head is not None:
+            named += [(f"value_head.{n}", p) for n, p in self.value_head.named_parameters()]
+        return named
+
+    @contextmanager
+    def adapters_off(self):
+        """The model without its LoRA adapters: the starting policy, at no memory. Raises when there are none."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
+        if not layers:
+            raise ValueError("the model carries no adapters; its starting weights are not recoverable from it")
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield self
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
