@@ -11,6 +11,7 @@ ALGORITHMS = Table("trainer.algorithm", {
     "rloo": "verl.algorithms.rloo:RLOO",
     "reinforce": "verl.algorithms.reinforce:Reinforce",
     "reinforce_pp": "verl.algorithms.reinforce_pp:ReinforcePP",
+    "reinforce_pp_baseline": "verl.algorithms.reinforce_pp:ReinforcePPBaseline",
     "remax": "verl.algorithms.remax:ReMax",
     "ppo": "verl.algorithms.ppo:PPO",
     "sft": "verl.algorithms.sft:SFT",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from verl.core.batch import Batch
+from verl.core.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ class Algorithm:
     online: ClassVar[bool] = True  # samples from the policy; False: learns from recorded answers
     unit: ClassVar[str] = "row"  # smallest piece a batch may be cut into: "row" or "group" (pairs)
     min_group: ClassVar[int] = 1  # samples per prompt below which the estimator is undefined
+    needs_greedy: ClassVar[bool] = False  # wants the reward of a greedy answer per prompt in batch.baselines_S
+    needs_logprob_sums: ClassVar[bool] = False  # `prepare` wants the policy's log-prob sums of the optimizer batch
 
     @property
     def needs_critic(self) -> bool:
@@ -93,6 +96,20 @@ class Algorithm:
     def reduction(self) -> str:
         """One of reduce.REDUCTIONS."""
         return "token_mean"
+
+    def check_group(self, samples: int) -> None:
+        """Raise ConfigError, before anything runs, when `samples` per prompt are too few for this estimator."""
+        if samples < self.min_group:
+            raise ConfigError(f"{samples} sample(s) per prompt with trainer.algorithm: {self.name}, which compares the "
+                              f"samples of one prompt and needs at least {self.min_group}; sample {self.min_group} or "
+                              "more, or use an algorithm with another baseline (ppo, reinforce, reinforce_pp, remax)")
+
+    def usable(self, batch: Batch) -> np.ndarray | None:
+        """bool [S]: rows of groups worth training on; the trainer samples further prompts in place of the others.
+
+        None: every group is trained on (no dynamic sampling).
+        """
+        return None
 
     def credit(self, batch: Batch) -> Credit:
         """Advantages from rewards_S (NaN: nobody scored it), groups, log-probs and values of the whole step."""

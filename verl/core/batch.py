@@ -36,8 +36,9 @@ class Batch:
     weights_T: np.ndarray | None = None  # reduction coefficients; a loss is sum(values * weights)
     weights_S: np.ndarray | None = None  # the same for losses with one value a sequence (or a pair: on its chosen row)
     rewards_S: np.ndarray | None = None  # float64; NaN where nobody scored
+    baselines_S: np.ndarray | None = None  # float64; reward of a greedy answer to the same prompt (ReMax)
     truncated_S: np.ndarray | None = None  # bool
-    label_S: np.ndarray | None = None  # int8: +1 chosen or desirable, -1 rejected or undesirable
+    label_S: np.ndarray | None = None  # int8: +1 chosen or desirable, -1 rejected or undesirable; 0 mismatched (KTO)
     margin_S: np.ndarray | None = None  # float64, preference margin
     ref_sums_S: np.ndarray | None = None  # float64, reference log-prob of the whole sequence
 
