@@ -404,3 +404,17 @@ def test_string_values_survive_any_text(tmp_path):
     for text in ["", " a", "a #b", "[x", "é\u2028x", "1_0", "~", "null", "- a", "a:", "'q'", '"', "\t", "=", "0x1", "*a"]:
         loaded = load(Run, data={"trainer": {"run_name": text}})
         assert load(Run, written(tmp_path, dump(loaded.config))).config.trainer.run_name == text
+
+
+@dataclass
+class Outer:
+    trainer: Numbers = field(default_factory=Numbers)
+
+    def __post_init__(self):
+        if self.trainer.seed == 13:
+            raise ConfigError("trainer.seed: 13 leaves no luck")
+
+
+def test_a_check_across_sections_points_at_the_line_of_its_key(tmp_path):
+    with pytest.raises(ConfigError, match=r"^trainer.seed \(run.yaml:3\): 13 leaves no luck$"):
+        load(Outer, written(tmp_path, "trainer:\n  beta: 1\n  seed: 13\n"))

@@ -155,9 +155,14 @@ class _Builder:
         name = re.match(r"\w*", message).group()
         if name not in _names(schema):
             return self.fail(path, node, message)
-        origin = node.value[name].origin if name in node.value else "default"
         head, colon, rest = message.partition(":")
         named = colon and re.fullmatch(r"[\w.]+", head)
+        origin, at = "default", node
+        for part in (head if named else name).split("."):
+            at = at.value.get(part) if isinstance(at.value, dict) else None
+            if at is None:
+                break
+            origin = at.origin
         self.problems.append(f"{join(path, head)} ({origin}):{rest}" if named else f"{join(path, message)} ({origin})")
         return _BAD
 
