@@ -76,6 +76,7 @@ class Algorithm:
     name: ClassVar[str]
     online: ClassVar[bool] = True  # samples from the policy; False: learns from recorded answers
     unit: ClassVar[str] = "row"  # smallest piece a batch may be cut into: "row" or "group" (pairs)
+    needs_scores: ClassVar[bool] = False  # the loss is over a model's score of whole sequences, not over log-probs
     min_group: ClassVar[int] = 1  # samples per prompt below which the estimator is undefined
     needs_greedy: ClassVar[bool] = False  # wants the reward of a greedy answer per prompt in batch.baselines_S
     needs_logprob_sums: ClassVar[bool] = False  # `prepare` wants the policy's log-prob sums of the optimizer batch

@@ -65,6 +65,8 @@ def coefficients(reduction: str, batch: Batch, keep_S: np.ndarray | None = None,
         raise ConfigError(f"reduction: {reduction!r} is not known; {nearest(reduction, REDUCTIONS)}")
     if reduction == "constant" and not (constant and constant > 0):
         raise ConfigError(f"reduction: constant needs the response limit in tokens, got {constant!r}; pass max_tokens")
+    if reduction == "pair_mean":
+        _check_pairs(batch)
     counts = count(batch, keep_S) if counts is None else counts
     tokens_S = _trained_tokens(batch, keep_S)
     live_S = tokens_S > 0
@@ -93,13 +95,26 @@ def _trained_tokens(batch: Batch, keep_S: np.ndarray | None) -> np.ndarray:
     return np.where(keep_S, tokens_S, 0)
 
 
+def _sides(batch: Batch, rows_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [S] each: how many chosen and how many rejected rows of `rows_S` the row's group has."""
+    groups, index_S = np.unique(batch.group_S, return_inverse=True)
+    chosen_S, rejected_S = rows_S & (batch.label_S > 0), rows_S & (batch.label_S < 0)
+    return (np.bincount(index_S[chosen_S], minlength=len(groups))[index_S],
+            np.bincount(index_S[rejected_S], minlength=len(groups))[index_S])
+
+
 def _chosen_of_pairs(batch: Batch, live_S: np.ndarray) -> np.ndarray:
     """bool [S]: chosen rows whose pair is whole (the completion of neither side was cut away)."""
+    chosen_S, rejected_S = _sides(batch, live_S)
+    return live_S & (batch.label_S > 0) & (chosen_S == 1) & (rejected_S == 1)
+
+
+def _check_pairs(batch: Batch) -> None:
     if batch.label_S is None:
         raise DataError("reduction pair_mean needs label_S: +1 on the chosen and -1 on the rejected row of each group")
-    groups, inverse_S = np.unique(batch.group_S, return_inverse=True)
-    chosen_S = live_S & (batch.label_S > 0)
-    rejected_S = live_S & (batch.label_S < 0)
-    chosen_G = np.bincount(inverse_S[chosen_S], minlength=len(groups))
-    rejected_G = np.bincount(inverse_S[rejected_S], minlength=len(groups))
-    return chosen_S & (chosen_G == 1)[inverse_S] & (rejected_G == 1)[inverse_S]
+    chosen_S, rejected_S = _sides(batch, np.ones(len(batch), bool))
+    wrong_N = np.flatnonzero((chosen_S != 1) | (rejected_S != 1))
+    if len(wrong_N):
+        s = wrong_N[0]
+        raise DataError(f"group {batch.group_S[s]} holds {chosen_S[s]} chosen and {rejected_S[s]} rejected rows; a pair "
+                        "is one of each: give every pair a group id of its own")
