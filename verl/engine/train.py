@@ -106,7 +106,8 @@ class TrainEngine(BaseEngine):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, loss: Callable[[LossInputs], LossOutputs], unit: str = "row",
-                         context: Mapping[str, float] | None = None, logprobs: bool = True) -> dict[str, float]:
+                         context: Mapping[str, float] | None = None, logprobs: bool = True,
+                         entropy_grad: bool = False, scores: bool = False) -> dict[str, float]:
         """Accumulate the gradient of sum(values * coefficients) over the batch; returns reduced metrics and "loss".
 
         `batch.weights_T` / `weights_S` hold the coefficients (algorithms.reduce). Raises TrainingError with advice when
@@ -116,7 +117,7 @@ class TrainEngine(BaseEngine):
         losses = []
         try:
             for micro in batch.micro_batches(self.token_budget, unit):
-                losses.append(self._micro(micro, loss, totals, context or {}, logprobs))
+                losses.append(self._micro(micro, loss, totals, context or {}, logprobs, entropy_grad, scores))
         except torch.OutOfMemoryError as error:
             self.optimizer.clear()
             raise TrainingError(f"out of memory with micro-batches of {self.token_budget} tokens; set "
@@ -126,9 +127,12 @@ class TrainEngine(BaseEngine):
         result["loss"] = float(torch.stack(losses).double().sum()) if losses else 0.0
         return result
 
-    def _micro(self, micro: Batch, loss, totals: _Totals, context: Mapping[str, float], logprobs: bool) -> torch.Tensor:
+    def _micro(self, micro: Batch, loss, totals: _Totals, context: Mapping[str, float], logprobs: bool,
+               entropy_grad: bool, scores: bool) -> torch.Tensor:
         device = self.lm.device
-        outputs = self.lm.forward(Packed(micro, device), self.temperature, logprobs=logprobs, values=self.train_values)
+        outputs = self.lm.forward(Packed(micro, device, keep_last=scores), self.temperature, logprobs, self.train_values, scores)
+        if outputs.entropy_T is not None and not entropy_grad:
+            outputs.entropy_T = outputs.entropy_T.detach()
         x = loss_inputs(micro, outputs, device, context)
         out = loss(x)
         coefficients = micro.weights_T if out.per_token else micro.weights_S
@@ -185,6 +189,10 @@ class TrainEngine(BaseEngine):
         self.version = weights.version
         return self.weights().receipt()
 
+    def exported(self) -> dict[str, torch.Tensor]:
+        """Trained tensors by module name: working weights, which are the policy that was sampled and scored."""
+        return {n: p.detach() for n, p in self.lm.module.named_parameters() if p.requires_grad}
+
     # -- checkpoint --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict]:
@@ -214,16 +222,17 @@ def loss_inputs(batch: Batch, outputs, device: torch.device, context: Mapping[st
         return None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device, dtype)
 
     named = {name: column(getattr(batch, name)) for name in _FLOAT_COLUMNS}
-    return LossInputs(logprobs_T=outputs.logprobs_T, entropy_T=outputs.entropy_T, values_T=outputs.values_T,
+    return LossInputs(logprobs_T=outputs.logprobs_T, scores_S=outputs.scores_S, entropy_T=outputs.entropy_T, values_T=outputs.values_T,
                       mask_T=column(batch.mask_T, torch.bool), sequence_T=column(batch.sequence_T, torch.int64),
                       sequences=len(batch), group_S=column(batch.group_S, torch.int64), old_values_T=column(batch.values_T),
                       label_S=column(batch.label_S), context=context, **named)
 
 
 def plan_token_budget(lm: LM, training: bool) -> int:
-    """Computed tokens a micro-batch may have, from the memory that is free now and what a token's activations take.
+    """Computed tokens a micro-batch may have, from the machine's memory and what a token's activations take.
 
-    The estimate counts, per layer, about 16 hidden-sized and 3 intermediate-sized activations kept for backward.
+    The estimate counts, per layer, about 16 hidden-sized and 3 intermediate-sized activations kept for backward. It uses
+    total and not free memory, so that a run and its resume cut their batches alike and add up the same rounding.
     """
     config = lm.config
     hidden = getattr(config, "hidden_size", None) or lm.module.get_input_embeddings().weight.shape[1]
@@ -232,8 +241,8 @@ def plan_token_budget(lm: LM, training: bool) -> int:
     width = 2 if lm.dtype in (torch.bfloat16, torch.float16) else 4
     token = width * (layers * (16 * hidden + 3 * inner) if training else 8 * hidden + 4 * inner)
     if lm.device.type == "cuda":
-        free = torch.cuda.mem_get_info(lm.device)[0] * 0.6
+        memory = torch.cuda.mem_get_info(lm.device)[1] * 0.4
     else:
         import psutil
-        free = psutil.virtual_memory().available * 0.25
-    return int(min(max(free / token, 512), 65536 if lm.device.type == "cuda" else 16384))
+        memory = psutil.virtual_memory().total * 0.25
+    return int(min(max(memory / token, 512), 65536 if lm.device.type == "cuda" else 16384))

@@ -20,6 +20,7 @@ class Outputs:
     logprobs_T: torch.Tensor | None = None
     entropy_T: torch.Tensor | None = None
     values_T: torch.Tensor | None = None
+    scores_S: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,19 @@ class LM:
         layer = self.module.get_output_embeddings()
         return layer.weight, getattr(layer, "bias", None)
 
-    def forward(self, packed: Packed, temperature: float, logprobs: bool = True, values: bool = False) -> Outputs:
+    def forward(self, packed: Packed, temperature: float, logprobs: bool = True, values: bool = False,
+                scores: bool = False) -> Outputs:
         """The root forward: log-probs (nats, at `temperature`), entropies and values of the T targets of a batch.
 
-        values_T[t] is the value of the state *before* target t was chosen.
+        values_T[t] is the value of the state *before* target t was chosen. scores_S is the head's output on the last
+        token of each sequence (a batch packed with keep_last).
         """
-        hidden_TD = self.hidden(packed.ids_N, packed.positions_N, packed)[packed.source_T]
+        hidden_ND = self.hidden(packed.ids_N, packed.positions_N, packed)
         out = Outputs()
+        if scores:
+            out.scores_S = self.value_head(hidden_ND[packed.last_S].float()).squeeze(-1)
+            return out
+        hidden_TD = hidden_ND[packed.source_T]
         if logprobs:
             weight, bias = self.output_layer
             out.logprobs_T, out.entropy_T = token_logprobs(hidden_TD, weight, bias, packed.targets_T, self.head, temperature)

@@ -1,0 +1,138 @@
+"""Commands that look and change nothing: doctor, show ..., and the summary at the end of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import metadata
+from pathlib import Path
+
+import verl
+from verl.core.errors import DataError
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Versions, hardware and the backends that would be chosen."""
+    import platform
+    import shutil
+
+    import psutil
+
+    from verl.trainer.plan import inspect_machine, minimum_problems
+    print(f"verl {verl.__version__}, Python {platform.python_version()}")
+    for name in ("torch", "transformers", "peft", "datasets", "vllm", "ray", "math-verify"):
+        try:
+            print(f"  {name:14s} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"  {name:14s} not installed")
+    machine = inspect_machine()
+    print(f"machine: {psutil.cpu_count(logical=False)} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB memory, "
+          f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free disk")
+    for line in machine.lines():
+        print(f"  {line}")
+    print("verl would train in " + ("bf16 with fp32 masters on the GPU" if machine.gpus else "fp32 on the CPU")
+          + " and sample with the built-in engine" + (" (vLLM on request)" if machine.vllm else ""))
+    problems = minimum_problems()
+    for line in problems:
+        print(f"problem: {line}")
+    return 1 if problems else 0
+
+
+def config(args: argparse.Namespace) -> int:
+    from verl.core.config import dump
+    from verl.trainer.config import load_run
+    loaded = load_run(args.config, args.overrides)
+    print(dump(loaded.config, loaded.origins), end="")
+    return 0
+
+
+def plan_of(args: argparse.Namespace) -> int:
+    from verl.trainer.config import load_run
+    from verl.trainer.plan import plan
+    settings = load_run(args.config, args.overrides).config
+    for line in plan(settings):
+        print(line)
+    t = settings.trainer
+    if t.algo.online:
+        samples = t.rollout_batch_size * t.samples_per_prompt
+        print(f"a step: {t.rollout_batch_size} prompts x {t.samples_per_prompt} samples = {samples} responses of at most "
+              f"{t.sampling.max_tokens} tokens, {t.updates_per_step} optimizer update{'s' * (t.updates_per_step > 1)}")
+    return 0
+
+
+def data(args: argparse.Namespace) -> int:
+    from verl.core.errors import ConfigError
+    from verl.data import RLDataLoader, describe_row
+    from verl.models import load_tokenizer
+    from verl.trainer.config import load_run
+    settings = load_run(args.config, args.overrides).config
+    if not settings.model.actor.model_name_or_path:
+        raise ConfigError("model.actor.model_name_or_path is not set; its tokenizer is needed to show rows")
+    tokenizer = load_tokenizer(settings.model.actor.model_name_or_path, settings.model.actor.trust_remote_code)
+    loader = RLDataLoader(settings.data)
+    for line in loader.bind(tokenizer, settings.trainer.seed):
+        print(line)
+    print(describe_row(tokenizer, loader.prompts[0], settings.data))
+    return 0
+
+
+def graph(args: argparse.Namespace) -> int:
+    path = Path(args.directory) / "graph.json"
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; a run writes it when it ends or is stopped")
+    nodes = json.loads(path.read_text())
+    width = max(len(n["verb"]) for n in nodes)
+    for n in nodes:
+        print(f"{n['verb']:{width}s}  {n['by']:14s} {n['seconds']:8.3f} s   {', '.join(n['reads'])} -> {n['writes']}")
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    from verl.core.report import draw_curves
+    from verl.core.report.curves import read_metrics
+    directory = Path(args.directory)
+    rows = list(read_metrics(directory))
+    if not rows:
+        raise DataError(f"{directory} has no metrics yet")
+    names = ("reward", "eval_reward", "loss", "kl", "entropy", "completions/mean_length", "grad_norm", "step_time")
+    print(f"{directory}: step {rows[-1]['step']}")
+    for name in names:
+        values = [r[name] for r in rows if name in r]
+        if values:
+            print(f"  {name:26s} first {values[0]:10.4f}   last {values[-1]:10.4f}   min {min(values):10.4f}   max {max(values):10.4f}")
+    print(f"curves: {draw_curves(directory)}")
+    return 0
+
+
+def summary(directory: Path, config_path: str) -> None:
+    """What a person wants to see when a run has ended: before and after, the curves, the model, and what to do next."""
+    from verl.core.report.curves import read_metrics
+    before, after = _evals(directory)
+    evals = [r for r in read_metrics(directory) if "eval_reward" in r]
+    print()
+    if before and after:
+        print("the same held-out prompts before and after:")
+        for b, a in list(zip(before, after))[:6]:
+            print(f"  {_last_message(b['prompt'])!s:.60}\n    before {b['completion'].strip()!r:.60} ({b['reward']})   "
+                  f"after {a['completion'].strip()!r:.60} ({a['reward']})")
+    if len(evals) > 1:
+        print(f"held-out reward: {evals[0]['eval_reward']:.3f} -> {evals[-1]['eval_reward']:.3f}")
+    print(f"curves: {directory / 'curves.png'}")
+    model = directory / "model"
+    if model.is_dir():
+        print(f"model:  {model}  (transformers loads it: AutoModelForCausalLM.from_pretrained)")
+    print(f"""next:
+  verl generate {directory} "your prompt"                                     talk to it
+  verl train {config_path} data.train=your_prompts.jsonl trainer.output_dir=runs/mine     your own data
+  verl train {config_path} trainer.steps=100                                  go on from here (the same directory resumes)""")
+
+
+def _evals(directory: Path) -> tuple[list[dict], list[dict]]:
+    files = sorted((directory / "completions").glob("eval_*.json"))
+    if len(files) < 2:
+        return [], []
+    return json.loads(files[0].read_text()), json.loads(files[-1].read_text())
+
+
+def _last_message(prompt) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -1,0 +1,164 @@
+"""PPOTrainer and its siblings: the same script for every algorithm, from Python objects instead of a config file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.algorithms import ALGORITHMS
+from verl.core.errors import ConfigError
+from verl.core.types import Task
+from verl.data import DataConfig, RLDataLoader
+from verl.engine.base import RolloutEngine
+from verl.models import LM, export
+from verl.trainer.config import ALIASES, RunConfig, load_run
+from verl.trainer.rl_trainer import build_composition, dump_config, fit, manifest
+from verl.trainer.roles import Roles, build_roles
+from verl.trainer.run import Run
+
+
+class _Epoch:
+    """One pass over a loader: `take` ends at the epoch's border, everything else is the loader's."""
+
+    def __init__(self, loader: RLDataLoader):
+        self.loader, self.end = loader, loader.position + len(loader)
+
+    def take(self, n: int) -> list[Task]:
+        return self.loader.take(min(n, self.end - self.loader.position))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class PPOTrainer:
+    """Train from objects: `train_epoch` once over a dataset, as often as you like; `save_checkpoint` any time.
+
+    actor: an LM (get_actor_critic_from_hf) or a model directory. critic: the same LM (a value head on its trunk), an
+    independent one, or None. reward_model / reward_fn: a RewardModel, a function with TRL's signature, a directory, or a
+    list of these. ref_model: an LM or directory; left out, it is the frozen start. rollout_engine: left out, the
+    built-in one. config: settings of `trainer` (train_batch_size, rollout_batch_size, ppo_epochs, clip_coef, vf_coef,
+    kl_target, ...). Settings and arguments that do not apply to the algorithm are named in one line.
+    """
+
+    algorithm = "ppo"
+
+    def __init__(self, actor: LM | str, critic: LM | None = None, reward_model: Any = None, ref_model: LM | str | None = None,
+                 tokenizer: Any = None, rollout_engine: RolloutEngine | None = None, config: Mapping[str, Any] | None = None,
+                 reward_fn: Any = None, reward_fns: Any = None, model: LM | str | None = None):
+        actor = actor if actor is not None else model
+        settings, unused = self._applicable(dict(config or {}))
+        settings.setdefault("output_dir", f"runs/{self.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}")
+        sections: dict[str, Any] = {"trainer": {"algorithm": self.algorithm, **settings}, "model": {}}
+        for role, value in (("actor", actor), ("reference", ref_model)):
+            if isinstance(value, (str, Path)):
+                sections["model"][role] = {"model_name_or_path": str(value)}
+        self.config: RunConfig = load_run(data=sections).config
+        algo = self.config.trainer.algo
+        self.sources = [s for s in (reward_model, reward_fn, reward_fns) if s is not None]
+        self.sources = [x for s in self.sources for x in (s if isinstance(s, (list, tuple)) else [s])]
+        if critic is not None and not algo.needs_critic:
+            unused.append("critic")
+        if ref_model is not None and not algo.needs_reference:
+            unused.append("ref_model")
+        if not algo.online:
+            unused += [n for n, v in (("rewards", self.sources or None), ("rollout_engine", rollout_engine)) if v is not None]
+        if unused:
+            print(f"verl: {self.algorithm} does not use {', '.join(unused)}", flush=True)
+        self._given = {"actor": actor if isinstance(actor, LM) else None, "critic": critic,
+                       "reference": ref_model if isinstance(ref_model, LM) else None, "rollout": rollout_engine}
+        self._tokenizer, self._roles, self._epochs, self._step = tokenizer, None, 0, 0
+
+    def _applicable(self, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Settings split into those this algorithm has and the names of those only others have."""
+        own = {f.name for f in dataclasses.fields(ALGORITHMS[self.algorithm])}
+        known = {f.name for name in ALGORITHMS for f in dataclasses.fields(ALGORITHMS[name])}
+        kept, unused = {}, []
+        for key, value in settings.items():
+            target = ALIASES.get(f"trainer.{key}", f"trainer.{key}")
+            leaf = target.removeprefix("trainer.algo.")
+            if target.startswith("trainer.algo.") and leaf in known and leaf not in own:
+                unused.append(key)
+            else:
+                kept[key] = value
+        return kept, unused
+
+    def train_epoch(self, dataset: Any) -> dict[str, float]:
+        """One pass over a dataset, a path, or a list of dicts. Returns the last step's metrics."""
+        loader = RLDataLoader(dataset, config=DataConfig())
+        roles = self._build(len(loader))
+        for line in loader.bind(roles.policy.lm.tokenizer, self.config.trainer.seed):
+            print(f"verl: {line}", flush=True)
+        loader.position = self._epochs * len(loader)
+        composition = None
+        if self.config.trainer.algo.online:
+            composition = build_composition(self.config, self.sources or None)
+            composition.check(list(loader.prompts))
+        last = _Last()
+        steps = math.ceil(len(loader) / self.config.trainer.rollout_batch_size)
+        run = Run(self.config, self._step + steps, callbacks=[last], stop_ids=roles.policy.lm.stop_ids, start=self._step,
+                  resolved=dump_config(self.config), manifest=manifest(self.config, loader))
+        with run:
+            for line in self._notes:
+                run.report.note(f"verl: {line}")
+            fit(run, _Epoch(loader), roles, composition)
+        self._step, self._epochs = run.step, self._epochs + 1
+        if run.stopped:
+            raise KeyboardInterrupt
+        return last.metrics
+
+    def _build(self, prompts: int) -> Roles:
+        if self._roles is None:
+            self._notes: list[str] = []
+            steps = self.config.trainer.steps or math.ceil(prompts / self.config.trainer.rollout_batch_size)
+            self._roles = build_roles(self.config, steps * self.config.trainer.updates_per_step, self._notes, **self._given)
+            if self._tokenizer is not None:
+                self._roles.policy.lm.tokenizer = self._tokenizer
+        return self._roles
+
+    def save_checkpoint(self, path: str | Path) -> Path:
+        """Write the policy as a model directory that transformers loads. Raises ConfigError before any training."""
+        if self._roles is None:
+            raise ConfigError("save_checkpoint: nothing is trained yet; call train_epoch first")
+        policy = self._roles.policy
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).rmdir()
+        return export(policy.lm, path, policy.exported())
+
+
+class _Last:
+    """Keeps the last step's metrics."""
+
+    def __init__(self):
+        self.metrics: dict[str, float] = {}
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.metrics = dict(metrics)
+
+
+class GRPOTrainer(PPOTrainer):
+    """PPOTrainer with GRPO; a critic is not used."""
+
+    algorithm = "grpo"
+
+
+class SFTTrainer(PPOTrainer):
+    """Supervised fine-tuning on recorded answers."""
+
+    algorithm = "sft"
+
+
+class DPOTrainer(PPOTrainer):
+    """Direct preference optimisation on recorded pairs."""
+
+    algorithm = "dpo"
+
+
+class KTOTrainer(PPOTrainer):
+    """KTO on recorded, labelled answers."""
+
+    algorithm = "kto"
