@@ -26,5 +26,6 @@ def check_choice(algorithm: Any, name: str, allowed: Iterable[str]) -> None:
     """Raise ConfigError unless the value is one of `allowed`."""
     value, allowed = getattr(algorithm, name), tuple(allowed)
     if value not in allowed:
-        raise ConfigError(f"trainer.algo.{name}: {value!r} with trainer.algorithm: {algorithm.name}; "
-                          f"{nearest(value, allowed)} (one of {', '.join(allowed)})")
+        hint = nearest(value, allowed)
+        everything = "" if hint.startswith("allowed") else f" (allowed: {', '.join(sorted(allowed))})"
+        raise ConfigError(f"trainer.algo.{name}: {value!r} with trainer.algorithm: {algorithm.name}; {hint}{everything}")
