@@ -138,8 +138,8 @@ KINDS = {
         (0,1)\cup(2,3) | (2,3)\cup(0,1) | (0,1) ∪ (2,3) || (0,1) | (0,1)\cup(2,4) | (0,3) | (0,1)\cap(2,3)
         \mathbb{R}\setminus\{2\} | (-\infty,2)\cup(2,\infty) || (-\infty,2)""",
     "matrices": r"""
-        \begin{pmatrix}1\\2\end{pmatrix} | \begin{bmatrix}1\\2\end{bmatrix} || \begin{pmatrix}2\\1\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix}
-        \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix} 1 \\ 4/2 \end{pmatrix} || \begin{pmatrix}1\\3\end{pmatrix}
+        \begin{pmatrix}1\\2\end{pmatrix} | \begin{bmatrix}1\\2\end{bmatrix} || \begin{pmatrix}1&2\end{pmatrix}
+        \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix} 1 \\ 4/2 \end{pmatrix} || \begin{pmatrix}2\\1\end{pmatrix}
         \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{bmatrix}1&2\\3&4\end{bmatrix} || \begin{pmatrix}1&3\\2&4\end{pmatrix}""",
     "words": r"""
         \text{Monday} | Monday | \text{monday} | \mathrm{Monday} || Tuesday | 1

@@ -33,8 +33,8 @@ def build_rewards(sources: Any, aggregate: str | Callable = "sum", base_dir: str
         entry = _entry(item, base, device)
         taken = {e.source.name for e in entries}
         if entry.source.name in taken and not _named(item):
-            entry.source.name = next(n for k in range(2, len(items) + 2)
-                                     if (n := f"{entry.source.name}_{k}") not in taken)
+            entry.source.name = next(name for k in range(2, len(items) + 2)
+                                     if (name := f"{entry.source.name}_{k}") not in taken)
         entries.append(entry if weights is None else replace(entry, weight=float(weights[i])))
     if isinstance(aggregate, str) and ":" in aggregate:
         aggregate = load_function(aggregate, base, "trainer.reward_aggregate")

@@ -62,6 +62,7 @@ class RewardSource:
     device: str | None = None  # model: cpu, cuda:2, ...; None: where the trainer puts reward models
     max_length: int | None = None  # model: tokens; longer texts lose their beginning and are counted. None: the model's own
     batch_size: int = 16  # model: texts a forward pass
+    trust_remote_code: bool = False  # model: run Python code that lies in its directory
 
     def __post_init__(self):
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
