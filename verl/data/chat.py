@@ -147,8 +147,10 @@ class _Chat:
     @property
     def name(self) -> str:
         """What a message calls the template."""
-        given = self.config.chat_template
-        return "data.chat_template" if given is not None else f"the chat template of {self.tokenizer.name_or_path!r}"
+        if self.config.chat_template is not None:
+            return "data.chat_template"
+        place = self.tokenizer.name_or_path
+        return f"the chat template of {place!r}" if place else "the tokenizer's chat template"
 
     def render(self, messages: list[Message], **ending: bool) -> str:
         """The text of these messages, ending as add_generation_prompt or continue_final_message says."""
@@ -210,14 +212,12 @@ class _Chat:
         special = _special_ids(self.tokenizer)
         ids: list[int] = []
         mask: list[bool] = []
-        was_trained = False
         for piece, (_, trained) in zip(pieces[1:], segments[1:]):
             on = [trained] * len(piece)
             if trained:
                 on = _until_end(self.tokenizer, piece, special)
-            elif piece and was_trained and mask and ids[-1] not in special and piece[0] in special:
+            elif piece and mask and mask[-1] and ids[-1] not in special and piece[0] in special:
                 on[0] = True  # the end token that a generation block left outside
-            was_trained = trained
             ids, mask = ids + piece, mask + on
         if not any(mask):
             raise DataError(f"{self.where}: {self.name} marks no token of {len(ids)} as the assistant's; "

@@ -96,7 +96,7 @@ def load(source: Any, config: DataConfig, split: str | None = None) -> PromptDat
     """The dataset behind a source (see `as_tasks`); a mapping {path: weight} makes a mixture."""
     if isinstance(source, PromptDataset):
         return source
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and not hasattr(source, "with_format"):
         parts = [(str(path), _tables(path, split)) for path in source]
         weights = tuple(float(weight) for weight in source.values())
     else:

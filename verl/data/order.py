@@ -110,9 +110,10 @@ class Frontier:
             if self.returned:
                 slots.append(heapq.heappop(self.returned))
                 continue
-            if self.next not in self.done:
-                slots.append(self.next)
-            self.next += 1
+            slot = max(self.next, self.start)  # the start passes `next` over slots finished in an earlier life
+            if slot not in self.done:
+                slots.append(slot)
+            self.next = slot + 1
         self.flying.update(slots)
         return slots
 

@@ -101,12 +101,15 @@ def _task(row: Mapping[str, Any], kind: str, name: str, where: str) -> Task:
         chosen, rejected = text("chosen", may_be_empty=True), text("rejected", may_be_empty=True)
         prompt = text("prompt") if row.get("prompt") is not None else None
         taken |= dict(zip(("prompt", "chosen", "rejected"), _preference(prompt, chosen, rejected, where)))
+        for column in ("chosen", "rejected"):
+            _by_assistant(taken[column], f"{where}, column {column}")
         _margin(row.get("margin"), where)
     else:
         taken["prompt"] = text("prompt")
         if kind != "prompt":
             taken["completion"] = text("completion", may_be_empty=True)
             _same_form(taken["prompt"], taken["completion"], f"{where}, columns prompt and completion")
+            _by_assistant(taken["completion"], f"{where}, column completion")
         if kind == "unpaired":
             used.add("label")
             taken["label"] = _label(row.get("label"), where)
@@ -236,6 +239,12 @@ def _same_form(prompt: Text, answer: Text, where: str) -> None:
     if isinstance(prompt, str) is not isinstance(answer, str):
         forms = ["a string" if isinstance(x, str) else "messages" for x in (prompt, answer)]
         raise DataError(f"{where}: {forms[0]} and {forms[1]}; write both as strings or both as messages")
+
+
+def _by_assistant(answer: Text, where: str) -> None:
+    if not isinstance(answer, str) and answer[0]["role"] != "assistant":
+        raise DataError(f"{where}: an answer begins with an assistant message, saw role {answer[0]['role']!r}; "
+                        "move what comes before it into the prompt")
 
 
 def _preference(prompt: Text | None, chosen: Text, rejected: Text, where: str) -> tuple[Text, Text, Text]:
