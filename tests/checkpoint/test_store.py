@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,8 +236,12 @@ def test_a_file_size_limit_leaves_the_old_checkpoint(tmp_path, child):
 def small_disk(path):
     """Put a tmpfs of 2 MB at `path` for this process alone; False where the kernel does not let us."""
     libc = ctypes.CDLL(None, use_errno=True)
-    namespaces = 0x10000000 | 0x00020000  # a user namespace to be allowed to, a mount namespace to be alone
-    return libc.unshare(namespaces) == 0 and libc.mount(b"none", str(path).encode(), b"tmpfs", 0, b"size=2m") == 0
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(0x10000000 | 0x00020000):  # a user namespace to be allowed to, a mount namespace to be alone
+        return False
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+    return libc.mount(b"none", str(path).encode(), b"tmpfs", 0, b"size=2m") == 0
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, child):
