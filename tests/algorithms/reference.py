@@ -170,8 +170,12 @@ def correction(algo, row, t):
     return clamp(w, low, high) if action == "truncate" else w if low <= w <= high else 0.0
 
 
+def clip(algo, r):
+    return clamp(r, 1 - algo.clip_low, 1 + (algo.clip_low if algo.clip_high is None else algo.clip_high))
+
+
 def clipped(algo, r, a):
-    loss = max(-r * a, -clamp(r, 1 - algo.clip_low, 1 + algo.clip_high) * a)
+    loss = max(-r * a, -clip(algo, r) * a)
     return min(loss, -algo.dual_clip * a) if algo.dual_clip is not None and a < 0 else loss
 
 
@@ -181,7 +185,7 @@ def policy_token(algo, row, t):
     if algo.name in ("reinforce", "remax"):
         loss = -math.exp(row.frozen[t] - old[t]) * a * row.logp[t]
     elif algo.name == "cispo":
-        w = clamp(math.exp(row.frozen[t] - old[t]), 1 - algo.clip_low, 1 + algo.clip_high)
+        w = clip(algo, math.exp(row.frozen[t] - old[t]))
         loss = -w * a * row.logp[t]
     elif algo.name == "gspo":
         loss = clipped(algo, math.exp(mean(p - o for p, o in zip(row.logp, old))), a)

@@ -157,7 +157,7 @@ def test_kto_weights_its_sides():
 def scored(scores, labels=(1, -1), margin=None, **settings):
     batch = make_batch([2, 2], group=[0, 0], label_S=np.array(labels, np.int8),
                        margin_S=None if margin is None else np.array(margin))
-    leaves = {"logprobs_T": torch.zeros(4), "scores_S": torch.tensor(scores, dtype=torch.float64, requires_grad=True)}
+    leaves = {"logprobs_T": None, "scores_S": torch.tensor(scores, dtype=torch.float64, requires_grad=True)}
     x = loss_inputs(batch, leaves)
     loss, _ = reduced(ALGORITHMS["reward_model"](**settings), batch, x)
     loss.backward()

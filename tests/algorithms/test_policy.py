@@ -41,6 +41,12 @@ def test_clip_higher_is_in_the_loss_and_in_the_fraction():
     np.testing.assert_allclose(x.logprobs_T.grad, [0, -1.25, 0, 1.5], atol=1e-12)
 
 
+def test_the_upper_range_follows_the_lower_one_until_it_is_set():
+    assert ALGORITHMS["ppo"](clip_low=0.1).clip_range == (0.9, 1.1)
+    assert ALGORITHMS["ppo"](clip_low=0.1, clip_high=0.3).clip_range == (0.9, 1.3)
+    assert ALGORITHMS["dapo"]().clip_range == (0.8, 1.28)
+
+
 def test_the_dual_clip_is_only_for_negative_advantages():
     """Field case D024."""
     outputs = run("ppo", inputs([4], [5, 5, 0.5, 0.5], [2, -2, -2, 2]), dual_clip=3.0)

@@ -33,6 +33,6 @@ class CISPO(GRPO):
 
     def policy_term(self, x: LossInputs, log_ratio_T: torch.Tensor, advantages_T: torch.Tensor):
         r_T = ratio(log_ratio_T.detach())
-        clipped_T = r_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        clipped_T = r_T.clamp(*self.clip_range)
         metrics = {"clip_ratio/region_mean": ((clipped_T != r_T).to(r_T.dtype), x.mask_T)}
         return policy.score_function(x, clipped_T * advantages_T), metrics

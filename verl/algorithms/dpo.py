@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from verl.algorithms.base import LossInputs, LossOutputs
-from verl.algorithms.pairs import PairLoss, logistic, logps_metrics, of_pair, pair_outputs, reference_sums, token_counts
-from verl.algorithms.policy import sequence_sum
+from verl.algorithms.pairs import PairLoss, logistic, logps_metrics, of_pair, pair_outputs, reference_sums
+from verl.algorithms.policy import sequence_sum, token_counts
 from verl.algorithms.settings import check_choice, check_range
 from verl.core.errors import ConfigError
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from verl.algorithms.base import Algorithm, LossInputs, LossOutputs
-from verl.algorithms.pairs import logps_metrics, reference_sums, token_counts
-from verl.algorithms.policy import sequence_sum
+from verl.algorithms.pairs import logps_metrics, reference_sums
+from verl.algorithms.policy import sequence_sum, token_counts
 from verl.algorithms.settings import check_range
 from verl.core.batch import Batch
 from verl.core.errors import DataError

@@ -152,7 +152,7 @@ class Clipped(PolicyGradient):
     """PPO's clipped surrogate in place of the score function."""
 
     clip_low: float = 0.2  # the ratio pi / old is clipped below at 1 - clip_low
-    clip_high: float = 0.2  # and above at 1 + clip_high
+    clip_high: float | None = None  # and above at 1 + clip_high; None: the same as clip_low
     dual_clip: float | None = None  # c > 1 bounds the loss at -c A for negative advantages; None: off
 
     def __post_init__(self):
@@ -161,8 +161,12 @@ class Clipped(PolicyGradient):
         check_range(self, "clip_high", 0)
         check_range(self, "dual_clip", 1, above=True)
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(lowest, highest) ratio."""
+        return 1.0 - self.clip_low, 1.0 + (self.clip_low if self.clip_high is None else self.clip_high)
+
     def policy_term(self, x: LossInputs, log_ratio_T: torch.Tensor, advantages_T: torch.Tensor):
-        values_T, low_T, high_T = policy.clipped_surrogate(log_ratio_T, advantages_T, self.clip_low, self.clip_high,
-                                                           self.dual_clip)
+        values_T, low_T, high_T = policy.clipped_surrogate(log_ratio_T, advantages_T, *self.clip_range, self.dual_clip)
         clips = {"low_mean": low_T, "high_mean": high_T, "region_mean": low_T | high_T}
         return values_T, {f"clip_ratio/{name}": (hit_T.to(values_T.dtype), x.mask_T) for name, hit_T in clips.items()}

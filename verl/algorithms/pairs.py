@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.base import Algorithm, LossInputs, LossOutputs
-from verl.algorithms.policy import sequence_sum
+from verl.algorithms.policy import sequence_sum, token_counts
 from verl.core.errors import ConfigError
 
 
@@ -35,11 +35,6 @@ def reference_sums(x: LossInputs) -> torch.Tensor:
         raise ConfigError("this loss compares with a reference model, and the batch has neither ref_sums_S nor "
                           "ref_logprobs_T; set model.reference, or use simpo or orpo, which need none")
     return sequence_sum(x.ref_logprobs_T, x)
-
-
-def token_counts(x: LossInputs) -> torch.Tensor:
-    """[S] trained tokens of each sequence, in the log-probs' dtype."""
-    return sequence_sum(torch.ones_like(x.logprobs_T), x)
 
 
 def of_pair(values_S: torch.Tensor, x: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:

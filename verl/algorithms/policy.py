@@ -25,26 +25,30 @@ def sequence_sum(values_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
     return values_T.new_zeros(x.sequences).index_add(0, x.sequence_T, torch.where(x.mask_T, values_T, 0.0))
 
 
+def token_counts(x: LossInputs) -> torch.Tensor:
+    """[S] trained tokens of each sequence, float32 (exact up to 16 million)."""
+    return torch.zeros(x.sequences, device=x.mask_T.device).index_add(0, x.sequence_T, x.mask_T.float())
+
+
 def sequence_mean(values_T: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """[S] mean over each sequence's own trained tokens; 0 when it has none."""
-    tokens_S = sequence_sum(torch.ones_like(values_T), x)
-    return sequence_sum(values_T, x) / tokens_S.clamp(min=1)
+    return sequence_sum(values_T, x) / token_counts(x).clamp(min=1)
 
 
-def clipped_surrogate(log_ratio_T: torch.Tensor, advantages_T: torch.Tensor, clip_low: float, clip_high: float,
+def clipped_surrogate(log_ratio_T: torch.Tensor, advantages_T: torch.Tensor, lowest: float, highest: float,
                       dual_clip: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) and two bool tensors: clipped low, clipped high.
+    """-min(r A, clip(r, lowest, highest) A) and two bool tensors: clipped low, clipped high.
 
     PPO, arXiv 1707.06347; the asymmetric range is DAPO's. dual_clip c bounds the loss by -c A where A < 0
     (arXiv 1912.09729); it never touches positive advantages. Shapes of all tensors are equal.
     """
     r_T = ratio(log_ratio_T)
-    clipped_T = r_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_T = r_T.clamp(lowest, highest)
     loss_T = torch.maximum(-r_T * advantages_T, -clipped_T * advantages_T)
     if dual_clip is not None:
         loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -dual_clip * advantages_T), loss_T)
-    low_T = (r_T < 1.0 - clip_low) & (advantages_T < 0)
-    high_T = (r_T > 1.0 + clip_high) & (advantages_T > 0)
+    low_T = (r_T < lowest) & (advantages_T < 0)
+    high_T = (r_T > highest) & (advantages_T > 0)
     return loss_T, low_T, high_T
 
 
