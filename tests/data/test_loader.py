@@ -5,6 +5,7 @@ import json
 import pytest
 from byte_tokenizers import TEMPLATE, byte_tokenizer
 
+from verl.core.config import load
 from verl.core.errors import ConfigError, DataError
 from verl.data import DataConfig, PromptDataset, RewardDataset, RLDataLoader
 
@@ -34,6 +35,23 @@ def test_columns_that_rewards_need(tmp_path):
         run.rewards.require(["answer"], "accuracy")
     with pytest.raises(DataError, match="'anser', which task rows-0 .* did you mean 'answer'.*data.columns"):
         run.rewards.require(["anser"], "accuracy")
+
+
+def test_paths_of_a_config_file_start_where_it_stands(tmp_path, monkeypatch):
+    """Files, globs, mixtures and templates; a template may also be text. Overrides start at the working directory."""
+    (tmp_path / "run").mkdir()
+    prompts(tmp_path / "run" / "a.jsonl", "p", "q")
+    (tmp_path / "run" / "chat.jinja").write_text("x")
+    config = tmp_path / "run" / "data.yaml"
+    for train, rows in (("a.jsonl", 2), ("'*.jsonl'", 2), ("[a.jsonl, ./a.jsonl]", 4), ("{a.jsonl: 1}", 2)):
+        config.write_text(f"train: {train}\nchat_template: chat.jinja\noverlong: drop\nmax_prompt_tokens: 9\n")
+        made = load(DataConfig, config).config
+        assert len(RLDataLoader(made)) == rows and made.overlong == "drop"
+        assert made.chat_template == str(tmp_path / "run" / "chat.jinja")
+    text = "{{ messages[0]['content'] }}" + "-" * 300
+    assert load(DataConfig, data={"chat_template": text}).config.chat_template == text
+    monkeypatch.chdir(tmp_path / "run")
+    assert len(RLDataLoader(load(DataConfig, overrides=["train=a.jsonl"]).config)) == 2
 
 
 def bound(overlong, *texts, bos=False):

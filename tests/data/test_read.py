@@ -141,7 +141,7 @@ def test_globs_lists_and_directories(tmp_path):
     assert [t.prompt for t in as_tasks(tmp_path)] == ["a", "b"]
     tasks = as_tasks([str(tmp_path / "b"), str(tmp_path / "a" / "x.jsonl")])
     assert [t.prompt for t in tasks] == ["b", "a"]
-    assert len({t.id for t in tasks}) == 2
+    assert [t.id for t in tasks] == ["x-0", "x_2-0"]
 
 
 def test_splits_are_never_mixed_silently(tmp_path):
@@ -204,5 +204,7 @@ def test_a_path_that_is_not_there():
         as_tasks([{"prompt": "a"}, "b"])
     with pytest.raises(DataError, match="cannot read prompts from int"):
         as_tasks(3)
+    with pytest.raises(DataError, match="give rows as a list of dicts"):
+        as_tasks({"prompt": ["a", "b"]})
     with pytest.raises(DataError, match="holds no rows"):
         as_tasks([])

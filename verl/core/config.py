@@ -15,6 +15,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
+from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -192,7 +193,7 @@ class _Builder:
             if not isinstance(node.value, dict):
                 raise ValueError(f"expected a mapping ({type_name(hint)}), got {_seen(node)}")
             of_key, of_value = typing.get_args(hint) or (str, Any)
-            return {self.value(of_key, Node(k, child.origin, child.base), key, False):
+            return {self.value(of_key, Node(k, child.origin, child.base), key, path):
                     self.value(of_value, child, f"{key}.{k}", path) for k, child in node.value.items()}
         return _scalar(hint, node, path)
 
@@ -297,9 +298,11 @@ def _scalar(hint: Any, node: Node, path: bool) -> Any:
 
 
 def _located(value: str, node: Node) -> str:
-    """A string that may be a path: absolute when it is written as one or exists, else as it is (a hub name)."""
+    """A string that may be a path: absolute when it is written as one, is a glob, or exists, else as it is (a hub name)."""
+    if "{" in value or "\n" in value:
+        return value  # text that may also be given as a file, such as a template
     candidate = _absolute(value, node.base)
-    return str(candidate) if value.startswith((".", "~", "/")) or candidate.exists() else value
+    return str(candidate) if value.startswith((".", "~", "/")) or has_magic(value) or candidate.exists() else value
 
 
 def _absolute(path: str | Path, base: Path) -> Path:

@@ -209,7 +209,7 @@ class _Chat:
     def tokens(self, segments: list[tuple[str, bool]]) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
         """The pieces' ids, and ids and mask of all but the first. Raises DataError when nothing is trained."""
         pieces = _tokenize(self.tokenizer, [text for text, _ in segments])
-        special = _special_ids(self.tokenizer)
+        special = _special_ids(self.tokenizer) | {self.tokenizer.eos_token_id}
         ids: list[int] = []
         mask: list[bool] = []
         for piece, (_, trained) in zip(pieces[1:], segments[1:]):

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
 
 from verl.core.errors import ConfigError, nearest
-
-OVERLONG = ("error", "drop", "truncate_left")
-TEMPLATES = ("auto", "chat", "raw")
+from verl.core.schema import option
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Where prompts come from and how they become token ids. Relative paths start at the working directory.
+    """Where prompts come from and how they become token ids. The seed of the order is the trainer's.
 
-    The seed of the order is the trainer's; nothing here is random by itself.
+    Raises ConfigError when settings contradict each other.
     """
 
-    train: str | list[str] | dict[str, float] | None = None  # path or glob; several are joined; {path: weight} mixes
-    eval: str | list[str] | None = None  # paths of the evaluation prompts
-    eval_size: int = 0  # without `eval`: hold this many training prompts out
-    split: str | None = None  # which split of a directory to train on
-    eval_split: str | None = None  # which split of a directory to evaluate on
-    columns: dict[str, str] = field(default_factory=dict)  # {verl's name: the dataset's name}, e.g. {prompt: question}
-    shuffle: bool = True
-    sampler: str | None = None  # "module:Class" that replaces the order (order.Sampler)
-    system_prompt: str | None = None  # put before every prompt that has no system message
-    template: str = "auto"  # string prompts: raw text, or one user message of a chat; auto is raw without system_prompt
-    chat_template: str | None = None  # a Jinja file or text that replaces the tokenizer's own
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # for every row; a row's own chat_template_kwargs win
-    max_prompt_tokens: int | None = None
-    overlong: str = "error"  # longer prompts: error | drop | truncate_left
+    train: str | list[str] | dict[str, float] | None = option(
+        None, "file, glob or directory; a list is joined; {path: weight} is a mixture with these shares", path=True)
+    eval: str | list[str] | None = option(None, "file, glob or directory of evaluation prompts", path=True)
+    eval_size: int = option(0, "without eval: hold this many training prompts out")
+    split: str | None = option(None, "which split of a directory to train on")
+    eval_split: str | None = option(None, "which split of a directory to evaluate on")
+    columns: dict[str, str] = option({}, "{verl's name: the dataset's name}, such as {prompt: question}")
+    shuffle: bool = option(True, "another order in every epoch; false: the order of the files")
+    sampler: str | None = option(None, "module:Class that replaces the order")
+    system_prompt: str | None = option(None, "put before every prompt that has no system message")
+    template: Literal["auto", "chat", "raw"] = option(
+        "auto", "string prompts are raw text, or one user message of a chat; auto: raw unless system_prompt is set")
+    chat_template: str | None = option(None, "a Jinja file or text that replaces the tokenizer's own", path=True)
+    template_kwargs: dict[str, Any] = option({}, "arguments of the template; a row's chat_template_kwargs win")
+    max_prompt_tokens: int | None = option(None, "longest prompt in tokens; null: no limit")
+    overlong: Literal["error", "drop", "truncate_left"] = option("error", "what becomes of longer prompts")
 
     def __post_init__(self):
-        for name, allowed in (("overlong", OVERLONG), ("template", TEMPLATES)):
-            value = getattr(self, name)
+        hints = get_type_hints(DataConfig)
+        for name in ("overlong", "template"):
+            value, allowed = getattr(self, name), get_args(hints[name])
             if value not in allowed:
                 raise ConfigError(f"data.{name}: {value!r} is not known; {nearest(value, allowed)}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,9 @@ def load(source: Any, config: DataConfig, split: str | None = None) -> PromptDat
     if isinstance(source, PromptDataset):
         return source
     if isinstance(source, Mapping) and not hasattr(source, "with_format"):
+        if not all(isinstance(weight, int | float) for weight in source.values()):
+            raise DataError(f"a dict is a mixture {{path: weight}}, saw the keys {', '.join(map(str, source))}; "
+                            "give rows as a list of dicts")
         parts = [(str(path), _tables(path, split)) for path in source]
         weights = tuple(float(weight) for weight in source.values())
     else:
@@ -135,11 +139,11 @@ def _tables(source: Any, split: str | None) -> list[Table]:
 
 def _distinct(tables: list[Table]) -> None:
     """Make table names, and so task ids, unique."""
-    seen: dict[str, int] = {}
+    seen: set[str] = set()
     for table in tables:
-        seen[table.name] = seen.get(table.name, 0) + 1
-        if seen[table.name] > 1:
-            table.name = f"{table.name}_{seen[table.name]}"
+        names = chain([table.name], (f"{table.name}_{n}" for n in count(2)))
+        table.name = next(name for name in names if name not in seen)
+        seen.add(table.name)
 
 
 def hold_out(data: PromptDataset, n: int) -> tuple[PromptDataset, PromptDataset, int]:
@@ -169,17 +173,17 @@ def limited(data: PromptDataset, tokenizer: PreTrainedTokenizerBase, config: Dat
             raise DataError(f"task {task.id}: the prompt {task.prompt!r:.60} has no tokens; remove the row")
     limit = config.max_prompt_tokens
     over = lengths > limit if limit is not None else np.zeros(len(data), bool)
-    count, note = int(over.sum()), ""
-    if count:
+    too_long, note = int(over.sum()), ""
+    if too_long:
         row = int(np.argmax(over))
         seen = f"task {data[row].id} (row {row}): {lengths[row]} > {limit} tokens"
         if config.overlong == "error":
-            raise DataError(f"data.max_prompt_tokens: {count} of {len(data)} prompts are too long, first {seen}; raise "
+            raise DataError(f"data.max_prompt_tokens: {too_long} of {len(data)} prompts are too long, first {seen}; raise "
                             "it, or set data.overlong to drop or truncate_left")
         if config.overlong == "drop":
             data = data.keep(~over, f"data.max_prompt_tokens: {limit}, data.overlong: drop")
         verb = "dropped" if config.overlong == "drop" else "cut on the left"
-        note = f"{count} {verb}, longer than {limit} tokens (first: {seen})"
+        note = f"{too_long} {verb}, longer than {limit} tokens (first: {seen})"
     first = data[0]
     for answer in (first.completion, first.chosen, first.rejected):
         if answer is not None:
