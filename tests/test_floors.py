@@ -12,6 +12,7 @@ FLOORS = {"core": 0, "flow": 1, "algorithms": 2, "data": 2, "models": 3, "engine
           "trainer": 6, "cli": 7, "utils": 7}
 FILE_LINES, FUNCTION_LINES = 400, 60
 LONG_FILES: dict[str, str] = {}  # file -> why it is longer
+EXECUTES = {"verl/rewards/sandbox_child.py": "runs a candidate's program: the isolated child exists for that"}
 LONG_FUNCTIONS: dict[str, str] = {}  # "file:function" -> why it is longer
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
@@ -123,7 +124,7 @@ def test_nothing_is_unpickled_or_evaluated():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
-                if not safe:
+                if not safe and short(path) not in EXECUTES:
                     found.append(f"{short(path)}:{node.lineno}: {ast.unparse(node.func)}")
     assert not found, "\n".join(found)
 

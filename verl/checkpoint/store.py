@@ -279,9 +279,12 @@ def _write_tensors(out: Any, tensors: Tensors, where: str, finite: bool = True) 
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    if tensor.element_size() == 1:  # isfinite has no float8 kernels
+    if tensor.numel() == 0:
+        return True
+    if tensor.element_size() == 1:  # float8 has no reductions
         tensor = tensor.to(torch.float32)
-    return bool(torch.isfinite(tensor).all())
+    low, high = torch.aminmax(tensor.detach())  # one pass, carries NaN; several times faster than isfinite().all()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _write_bytes(path: Path, data: bytes) -> dict[str, int]:

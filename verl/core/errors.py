@@ -67,5 +67,6 @@ class WorkerError(VerlError, RuntimeError):
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A phrase naming the closest allowed spelling, or all of them: `did you mean 'x'?` / `allowed: a, b`."""
     options = sorted(str(a) for a in allowed)
-    close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.6)
+    swapped = [a for a in options if sorted(a) == sorted(str(name))]  # gpro: grpo, not the equally close gspo
+    close = swapped or difflib.get_close_matches(str(name), options, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(options)}"
