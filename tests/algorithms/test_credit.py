@@ -46,7 +46,7 @@ def test_leave_one_out_has_no_std_to_explode():
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_a_group_of_one_is_refused_before_anything_runs(name):
     """Field case D066: a config error that names the group size."""
-    with pytest.raises(ConfigError, match=rf"1 sample\(s\) per prompt with trainer.algorithm: {name}.*at least 2"):
+    with pytest.raises(ConfigError, match=f"trainer.group_size: 1 leaves {name} nothing to compare.*at least 2"):
         ALGORITHMS[name]().check_group(1)
     ALGORITHMS[name]().check_group(2)
 

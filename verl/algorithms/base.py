@@ -101,8 +101,8 @@ class Algorithm:
     def check_group(self, samples: int) -> None:
         """Raise ConfigError, before anything runs, when `samples` per prompt are too few for this estimator."""
         if samples < self.min_group:
-            raise ConfigError(f"{samples} sample(s) per prompt with trainer.algorithm: {self.name}, which compares the "
-                              f"samples of one prompt and needs at least {self.min_group}; sample {self.min_group} or "
+            raise ConfigError(f"trainer.group_size: {samples} leaves {self.name} nothing to compare with; it needs at "
+                              f"least {self.min_group} samples per prompt. Set trainer.group_size: {self.min_group} or "
                               "more, or use an algorithm with another baseline (ppo, reinforce, reinforce_pp, remax)")
 
     def usable(self, batch: Batch) -> np.ndarray | None:

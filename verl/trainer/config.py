@@ -172,10 +172,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self):
-        algo, n = self.trainer.algo, self.trainer.samples_per_prompt
-        if algo.online and n < algo.min_group:
-            raise ConfigError(f"trainer.group_size: {n} leaves {self.trainer.algorithm} nothing to compare with; "
-                              f"it needs at least {algo.min_group} samples per prompt")
+        self.trainer.algo.check_group(self.trainer.samples_per_prompt)
 
 
 # Another spelling -> the one key it stands for.
