@@ -172,6 +172,30 @@ def test_template_that_rewrites_history():
         encode_messages(tokenizer, [USER, ANSWER, USER, ANSWER], None, PLAIN)
 
 
+def test_an_eos_that_ends_whole_conversations_only():
+    """Phi-3's and gpt-oss's habit: the last turn ends in another token than the ones before."""
+    template = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|tool|>' if not loop.last }}{% endfor %}"
+                "{% if add_generation_prompt %}<|tool|><|assistant|>{% else %}{{ eos_token }}{% endif %}")
+    tokenizer = byte_tokenizer(template=template)
+    ids, mask = encode_messages(tokenizer, [USER, ANSWER, USER, ANSWER], None, PLAIN)
+    assert tokenizer.decode(ids) == ("<|user|>alpha<|tool|><|assistant|>beta<|tool|><|user|>alpha<|tool|><|assistant|>"
+                                     "beta<|end|>")
+    assert trained_text(tokenizer, ids, mask) == "beta<|tool|>beta<|end|>"
+
+
+@pytest.mark.parametrize("row, what", [
+    ({"prompt": [USER], "tools": [{"name": "f"}]}, "tools"),
+    ({"prompt": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {}}]}, USER]}, "tool_calls"),
+])
+def test_nothing_is_left_out_by_a_template_that_does_not_know_it(row, what):
+    """Field case D028's reason: a model must not train on calls to tools it was never shown."""
+    with pytest.raises(DataError, match=f"the tokenizer's chat template leaves out {what}; set data.chat_template"):
+        encode_prompt(byte_tokenizer(template=D019), one(row), PLAIN)
+    for_parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<|end|>{% endfor %}"
+    with pytest.raises(DataError, match="leaves out message text"):
+        encode_prompt(byte_tokenizer(template=for_parts), one({"prompt": [USER]}), PLAIN)
+
+
 def test_templates_from_the_config(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text("{% for m in messages %}[{{ m.content }}{{ mood }}]{% endfor %}")
@@ -206,7 +230,8 @@ def test_over_long_prompts():
 
 def test_a_prompt_without_tokens():
     with pytest.raises(DataError, match="the prompt has no tokens"):
-        encode_prompt(byte_tokenizer(), one({"prompt": [USER]}), DataConfig(chat_template="{{ '' }}"))
+        encode_prompt(byte_tokenizer(), one({"prompt": [{"role": "user", "content": " "}]}),
+                      DataConfig(chat_template="{{ messages[0].content | trim }}"))
 
 
 def test_described_rows_show_ids_text_and_mask():

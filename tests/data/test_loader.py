@@ -70,9 +70,8 @@ def test_over_long_prompts_are_an_error_dropped_or_cut():
     assert lines == ["data: 1 prompts, 1 dropped, longer than 8 tokens (first: task rows-1 (row 1): 12 > 8 tokens)"]
     run, lines = bound("truncate_left", short, long)
     assert len(run) == 2 and "1 cut on the left" in lines[0]
-    for mode in ("drop",):
-        with pytest.raises(DataError, match="no rows left, all 2 were dropped"):
-            bound(mode, long, long)
+    with pytest.raises(DataError, match="no rows left, all 2 were dropped"):
+        bound("drop", long, long)
     assert len(bound("drop", "x" * 8)[0]) == 1
     with pytest.raises(DataError, match="no rows left"):
         bound("drop", "x" * 8, bos=True)  # BOS counts
@@ -95,12 +94,14 @@ def test_a_resume_after_dropped_prompts():
 
 
 def test_rows_that_cannot_be_encoded_are_found_when_bound():
-    refusing = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}x{% endfor %}"
+    refusing = ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+                "{{ m.content }}{% endfor %}")
     rows = [{"prompt": [USER]}, {"prompt": [USER, {"role": "tool", "content": "5"}]}]
     with pytest.raises(DataError, match="task rows-1: .* cannot render roles .*no tools"):
         RLDataLoader(rows).bind(byte_tokenizer(template=refusing), seed=0)
     with pytest.raises(DataError, match="task rows-0: the prompt .* has no tokens"):
-        RLDataLoader(rows, config=DataConfig(chat_template="{{ '' }}")).bind(byte_tokenizer(), seed=0)
+        RLDataLoader([{"prompt": [{"role": "user", "content": " "}]}],
+                     config=DataConfig(chat_template="{{ messages[0].content | trim }}")).bind(byte_tokenizer(), seed=0)
     hiding = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|>hm{% endif")
     pair = [{"prompt": [USER], "chosen": [{"role": "assistant", "content": "a"}],
              "rejected": [{"role": "assistant", "content": "b"}]}]

@@ -157,11 +157,23 @@ class _Chat:
         kwargs = {**self.config.template_kwargs, **self.kwargs}
         template = self.template()
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, chat_template=template,
+            text = self.tokenizer.apply_chat_template(messages, tools=self.tools, chat_template=template,
                                                       tokenize=False, **ending, **kwargs)
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{self.where}: {self.name} cannot render roles "
                             f"{[m['role'] for m in messages]}: {error}") from error
+        self._check_shown(messages, template, text)
+        return text
+
+    def _check_shown(self, messages: list[Message], template: str, text: str) -> None:
+        """Templates pass over what they do not know without a word."""
+        words = [m["content"].strip() for m in messages if m["content"].strip()]
+        for what, given, seen in (("tools", self.tools, "tools" in template),
+                                  ("tool_calls", any("tool_calls" in m for m in messages), "tool_calls" in template),
+                                  ("message text", words, any(word in text for word in words))):
+            if given and not seen:
+                raise DataError(f"{self.where}: {self.name} leaves out {what}; set data.chat_template to one that "
+                                "shows it, or remove it from the rows")
 
     def marked(self, messages: list[Message]) -> list[tuple[str, bool]] | None:
         """(text, trained) pieces by the template's generation blocks; None when it has none."""
@@ -199,11 +211,14 @@ class _Chat:
         return [*pieces, (full[done:], False)]
 
     def _prefix(self, full: str, part: str) -> int:
+        """The length of `part`, which `full` must begin with; an EOS that only ends whole conversations may lack."""
+        if not full.startswith(part) and self.tokenizer.eos_token:
+            part = part.removesuffix(self.tokenizer.eos_token)
         if not full.startswith(part):
             raise DataError(
                 f"{self.where}: {self.name} renders the beginning of this conversation differently once it goes on, so "
                 f"what is to be trained cannot be found (it wrote {part[-60:]!r}); set data.chat_template to one with "
-                "{% generation %} blocks (rows of messages), or data.template_kwargs to switch thinking off")
+                "{% generation %} blocks, data.template_kwargs to switch thinking off, or write rendered strings")
         return len(part)
 
     def tokens(self, segments: list[tuple[str, bool]]) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
