@@ -54,7 +54,7 @@ class RewardSource:
     arms: list[str] = field(default_factory=list)  # A/B arms that use it; empty: all of them
     timeout_s: float | None = None  # per sample; None: by kind
     failure_budget: float | None = None  # share of samples that may fail in one collection; None: by kind
-    concurrency: int = 8  # requests in flight (judge, http), worker processes at most (math, code: never over the cores)
+    concurrency: int = 8  # requests in flight (judge, http); worker processes (math, code), never more than cores
     gold: str = "answer"  # verifiers: the column with the right answer (code: the tests)
     mode: str | None = None  # gsm8k: strict | flexible; function: trl | openrlhf
     pattern: str | None = None  # format: a regular expression the whole response must match
