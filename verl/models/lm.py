@@ -87,7 +87,7 @@ class LM:
         values_T[t] is the value of the state *before* target t was chosen. scores_S is the head's output on the last
         token of each sequence (a batch packed with keep_last).
         """
-        hidden_ND = self.hidden(packed.ids_N, packed.positions_N, packed)
+        hidden_ND = self.hidden(packed.ids_N, packed.positions_N, packed) if self.native else self._unpacked(packed)
         out = Outputs()
         if scores:
             out.scores_S = self.value_head(hidden_ND[packed.last_S].float()).squeeze(-1)
@@ -102,9 +102,25 @@ class LM:
             out.values_T = self.value_head(hidden_TD.float()).squeeze(-1)
         return out
 
+    def _unpacked(self, packed: Packed) -> torch.Tensor:
+        """Hidden states [N, D] for an architecture that cannot be packed: each sequence alone, behind its own prompt."""
+        places, pieces, seen = [], [], set()
+        for s in range(len(packed.lengths)):
+            parent = int(packed.parent[s])
+            if parent < 0:
+                continue
+            index = torch.from_numpy(packed.key_range(s)).to(self.device)
+            hidden = self.module.base_model(input_ids=packed.ids_N[index][None], use_cache=False).last_hidden_state[0]
+            skip = int(packed.before[s]) if parent in seen else 0  # a shared prompt's states are taken from one of its sequences
+            seen.add(parent)
+            places.append(index[skip:])
+            pieces.append(hidden[skip:])
+        out = pieces[0].new_zeros(len(packed), pieces[0].shape[1])
+        return out.index_copy(0, torch.cat(places), torch.cat(pieces))
+
     def add_value_head(self, seed: int = 0) -> nn.Linear:
         """A float32 linear head on the trunk, zero bias, small seeded weights: values start near 0."""
-        width = self.module.get_input_embeddings().weight.shape[1] if not hasattr(self.config, "hidden_size") else self.config.hidden_size
+        width = self.module.get_output_embeddings().weight.shape[1]
         generator = torch.Generator().manual_seed(seed)
         head = nn.Linear(width, 1, dtype=torch.float32)
         with torch.no_grad():

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 from verl.core.errors import ModelError
 from verl.models.head import HeadSpec
 from verl.models.lm import LM
 from verl.models.prove import prove
+
+logging.disable_progress_bar()  # a bar for each load drowns the run's own progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -45,6 +48,12 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(f"no usable tokenizer in {str(path)!r}: {error}") from error
+
+
+def context_length(path: str | os.PathLike, trust_remote_code: bool = False) -> int:
+    """Longest sequence the model's positions allow, read from its config alone."""
+    config = _check_directory(path, trust_remote_code).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
 
 
 def load_lm(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu",

@@ -88,14 +88,14 @@ class Packed:
     def _varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """Key gather index and cumulative lengths for the fused kernel; segments without tokens left out."""
         real = np.flatnonzero(self.lengths > 0)
-        keys = [self._key_range(s) for s in real]
+        keys = [self.key_range(s) for s in real]
         kv_lengths = (self.lengths + self.before)[real]
         cu_q = np.concatenate([[0], np.cumsum(self.lengths[real])]).astype(np.int32)
         cu_k = np.concatenate([[0], np.cumsum(kv_lengths)]).astype(np.int32)
         return (self._to(np.concatenate(keys)), self._to(cu_q), self._to(cu_k),
                 int(self.lengths.max()), int(kv_lengths.max()))
 
-    def _key_range(self, segment: int) -> np.ndarray:
+    def key_range(self, segment: int) -> np.ndarray:
         """Packed indices of the keys of one segment: its prompt's tokens, then its own."""
         own = np.arange(self.starts[segment], self.starts[segment + 1])
         if self.parent[segment] < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import platform
 from importlib import metadata
 from typing import Any
@@ -14,7 +15,7 @@ from verl.core.config import dump
 from verl.core.errors import ConfigError
 from verl.core.registry import load_object
 from verl.data import RLDataLoader
-from verl.models import load_tokenizer
+from verl.models import context_length, load_tokenizer
 from verl.rewards.build import build_rewards
 from verl.rewards.function import load_function
 from verl.rewards.scorer import Scorer
@@ -47,6 +48,7 @@ class RLTrainer:
             raise ConfigError("model.actor.model_name_or_path is not set; give a model directory, e.g. "
                               "model.actor.model_name_or_path=models/SmolLM2-135M-Instruct")
         self.tokenizer = load_tokenizer(actor.model_name_or_path, actor.trust_remote_code)
+        fit_context(dataloader, context_length(actor.model_name_or_path, actor.trust_remote_code), config)
         for line in dataloader.bind(self.tokenizer, config.seed):
             print(f"verl: {line}", flush=True)
         self.composition = None
@@ -78,6 +80,16 @@ def fit(run: Run, tasks: RLDataLoader, roles: Roles, composition: Any) -> None:
         sampler = Sampler(roles.rollout, roles.policy.lm.tokenizer, tasks.config, scorer, run.config.seed,
                           on_finished=run.keep_sample(roles.policy), cancelled=lambda: run.stopped, known=known)
         rl.train(run, tasks, sampler, algo, roles.policy, roles.reference, roles.critic)
+
+
+def fit_context(loader: RLDataLoader, context: int, config: TrainerConfig) -> None:
+    """Without data.max_prompt_tokens the limit is what the model's context leaves beside the response."""
+    if loader.config.max_prompt_tokens is None and config.algo.online:
+        room = context - config.sampling.max_tokens
+        if room < 1:
+            raise ConfigError(f"trainer.sampling.max_tokens: {config.sampling.max_tokens} fills the model's context of {context} "
+                              f"tokens; no prompt fits beside it. Set it below {context}")
+        loader.config = dataclasses.replace(loader.config, max_prompt_tokens=room)
 
 
 def build_composition(config: RunConfig, rewards: Any = None):
