@@ -113,6 +113,29 @@ def test_settings_that_cannot_mean_anything_are_refused(fields, message):
         build_rewards([])
 
 
+def test_a_source_is_two_lines_of_yaml(tmp_path):
+    from dataclasses import dataclass
+
+    from verl.core.config import load, option
+
+    @dataclass
+    class Section:
+        rewards: list[RewardSource] = option([])
+
+    (tmp_path / "run.yaml").write_text(
+        "rewards:\n  - verifier: exact\n    weight: 2\n  - function: mine.py:bonus\n    weight: 1e-1\n"
+        "  - judge: {url: 'http://127.0.0.1:9/v1', maximum: 5}\n    weight: 0\n")
+    (tmp_path / "mine.py").write_text("def bonus(completions, **_):\n    return [1.0] * len(completions)\n")
+    config = load(Section, tmp_path / "run.yaml").config
+    rewards = build_rewards(config.rewards, base_dir=tmp_path)
+    assert [(e.source.name, e.weight, e.failure_budget) for e in rewards.entries] == [
+        ("exact", 2.0, 0.1), ("bonus", 0.1, 0.0), ("judge", 0.0, 0.1)]
+    rewards.close()
+    (tmp_path / "run.yaml").write_text("rewards:\n  - verifer: exact\n")
+    with pytest.raises(ConfigError, match="verifier"):
+        load(Section, tmp_path / "run.yaml")
+
+
 def test_empty_or_missing_gold_is_refused_at_load():
     rewards = build_rewards([{"verifier": "exact"}])
     with pytest.raises(DataError, match="it is empty"):

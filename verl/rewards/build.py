@@ -37,7 +37,7 @@ def build_rewards(sources: Any, aggregate: str | Callable = "sum", base_dir: str
                                      if (name := f"{entry.source.name}_{k}") not in taken)
         entries.append(entry if weights is None else replace(entry, weight=float(weights[i])))
     if isinstance(aggregate, str) and ":" in aggregate:
-        aggregate = load_function(aggregate, base, "trainer.reward_aggregate")
+        aggregate = load_function(aggregate, base, "trainer.aggregate")
     return Composition(entries, aggregate)
 
 

@@ -40,10 +40,10 @@ def normalised_sum(values_KG: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
     return weighted_sum(normalised_KG, weights_K)
 
 
-AGGREGATES: dict[str, Aggregate] = {"sum": weighted_sum, "normalise": normalised_sum}
+AGGREGATES: dict[str, Aggregate] = {"sum": weighted_sum, "normalise_then_sum": normalised_sum}
 
 
-def user_aggregate(function: Callable, names: Sequence[str]) -> Callable[[np.ndarray, np.ndarray, list[str]], np.ndarray]:
+def user_aggregate(function: Callable) -> Callable[[np.ndarray, np.ndarray, list[str]], np.ndarray]:
     """`function(rewards, weights)` of a user: {source: [float | None] * G}, {source: float} -> [float | None] * G."""
     who = f"aggregate function {getattr(function, '__name__', 'aggregate')!r}"
 
@@ -68,7 +68,7 @@ class Entry:
 class Composition:
     """Sources with weights, one aggregation, and the A/B arms that the sources name.
 
-    aggregate: "sum" (weighted), "normalise" (each source per group, then the weighted sum), or a function, see
+    aggregate: "sum" (weighted), "normalise_then_sum" (each source per group, then the weighted sum), or a function, see
     `user_aggregate`. Raises ConfigError for an empty list, doubled names or an unknown aggregate.
     """
 
@@ -81,12 +81,12 @@ class Composition:
             raise ConfigError(f"trainer.rewards: {len(doubled)} name(s) occur twice: {', '.join(doubled)}; "
                               "metrics go by name, give each source its own `name`")
         if isinstance(aggregate, str) and aggregate not in AGGREGATES:
-            raise ConfigError(f"trainer.reward_aggregate is {aggregate!r}; allowed: {', '.join(AGGREGATES)}, "
+            raise ConfigError(f"trainer.aggregate is {aggregate!r}; allowed: {', '.join(AGGREGATES)}, "
                               "or file.py:function")
         self.entries = list(entries)
         self.arms = sorted({arm for entry in entries for arm in entry.arms})
         self._aggregate = (lambda v, w, used: AGGREGATES[aggregate](v, w)) if isinstance(aggregate, str) else (
-            user_aggregate(aggregate, names))
+            user_aggregate(aggregate))
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Let every source refuse, before anything runs, tasks it could never score. Raises DataError or ConfigError."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl.core.errors import ConfigError
+from verl.core.schema import option
 
 KINDS = ("function", "verifier", "model", "judge", "human", "http")
 
@@ -21,48 +22,44 @@ class JudgeSettings:
     the last complete one after `marker`; outside [minimum, maximum] it is invalid, which is a failure and never 0.
     """
 
-    url: str
-    model: str = "default"
-    template: str = ("Rate the answer from 0 (useless) to 10 (perfect).\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}"
-                     "\n\nEnd with a line `Score: <number>`.")
-    marker: str = "Score:"
-    minimum: float = 0.0
-    maximum: float = 10.0
-    max_tokens: int = 512
-    api_key_env: str | None = None  # name of the environment variable that holds the key
+    url: str = option("", "server address that ends in /v1")
+    model: str = option("default", "model name the server knows")
+    template: str = option("Rate the answer from 0 (useless) to 10 (perfect).\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}"
+                           "\n\nEnd with a line `Score: <number>`.", "the judge's prompt")
+    marker: str = option("Score:", "what stands before the number in the reply")
+    minimum: float = option(0.0, "lowest valid number")
+    maximum: float = option(10.0, "highest valid number")
+    max_tokens: int = option(512, "longest reply, tokens")
+    api_key_env: str | None = option(None, "name of the environment variable that holds the key")
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One entry of `trainer.rewards`. Exactly one of the six kind keys is set.
+    """One entry of `trainer.rewards`. Exactly one of the six kind keys is set (docs/rewards.md).
 
-    function: `file.py:name` (relative to the config file) or `module:name`, with TRL's signature.
-    verifier: exact | format | gsm8k | math | code, or `module:Class`. model: a reward model directory.
-    judge: see JudgeSettings. human: a dataset column, or a `.jsonl` file of {"id", "score"} lines that may grow.
-    http: a URL that answers POST {"prompt", "completion", "columns"} with {"score": number or null}.
     Raises ConfigError when none or several kinds are set, or a number is out of range.
     """
 
-    function: str | None = None
-    verifier: str | None = None
-    model: str | None = None
-    judge: JudgeSettings | None = None
-    human: str | None = None
-    http: str | None = None
-    name: str | None = None
-    weight: float = 1.0
-    arms: list[str] = field(default_factory=list)  # A/B arms that use it; empty: all of them
-    timeout_s: float | None = None  # per sample; None: by kind
-    failure_budget: float | None = None  # share of samples that may fail in one collection; None: by kind
-    concurrency: int = 8  # requests in flight (judge, http); worker processes (math, code), never more than cores
-    gold: str = "answer"  # verifiers: the column with the right answer (code: the tests)
-    mode: str | None = None  # gsm8k: strict | flexible; function: trl | openrlhf
-    pattern: str | None = None  # format: a regular expression the whole response must match
-    sandbox: str = "required"  # code: required | off (runs generated code without isolation)
-    device: str | None = None  # model: cpu, cuda:2, ...; None: where the trainer puts reward models
-    max_length: int | None = None  # model: tokens; longer texts lose their beginning and are counted. None: the model's own
-    batch_size: int = 16  # model: texts a forward pass
-    trust_remote_code: bool = False  # model: run Python code that lies in its directory
+    function: str | None = option(None, "file.py:name or module:name, called with TRL's keywords")
+    verifier: str | None = option(None, "exact | format | gsm8k | math | code, or module:Class")
+    model: str | None = option(None, "reward model directory")
+    judge: JudgeSettings | None = option(None, "a language model that answers with a number")
+    human: str | None = option(None, "dataset column, or a .jsonl file that may grow")
+    http: str | None = option(None, "URL of a scoring service")
+    name: str | None = option(None, "name in metrics and logs; none: the function's, verifier's or directory's")
+    weight: float = option(1.0, "factor in the sum; 0 only measures")
+    arms: list[str] = option([], "A/B arms that use this source; empty: all")
+    timeout_s: float | None = option(None, "seconds one sample may take; none: by kind")
+    failure_budget: float | None = option(None, "share of samples that may fail in one step; none: by kind")
+    concurrency: int = option(8, "requests in flight (judge, http); worker processes (math, code), never more than cores")
+    gold: str = option("answer", "verifiers: column with the right answer (code: the tests); openrlhf: the labels")
+    mode: str | None = option(None, "gsm8k: strict | flexible; function: trl | openrlhf")
+    pattern: str | None = option(None, "format: regular expression the whole response must match")
+    sandbox: str = option("required", "code: required | off (runs generated code without isolation)")
+    device: str | None = option(None, "model: cpu, cuda:2, ...; none: where the trainer puts reward models")
+    max_length: int | None = option(None, "model: tokens; longer texts lose their beginning and are counted")
+    batch_size: int = option(16, "model: texts a forward pass")
+    trust_remote_code: bool = option(False, "model: run Python code that lies in its directory")
 
     def __post_init__(self):
         given = [kind for kind in KINDS if getattr(self, kind) is not None]

@@ -68,7 +68,8 @@ class FunctionSource(Source):
         """The results of a call, or its failure. Raises RewardError when what it returned breaks the contract."""
         wait([call], max(0.0, deadline - time.monotonic()))
         if not call.done():
-            call.cancel()
+            if self._async:  # a plain function cannot be stopped; its thread is left behind
+                call.cancel()
             return Failed(f"TimeoutError: reward function {self.name!r} took longer than its timeout_s {self.timeout_s:g}")
         error = call.exception()
         if isinstance(error, RewardError):
