@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +198,8 @@ ALIASES = {
 def load_run(path: str | Path | None = None, overrides: Sequence[str] = (), data: dict[str, Any] | None = None) -> Loaded:
     """Load a RunConfig with the origin of every value. Raises ConfigError listing every problem at once."""
     loaded = load(RunConfig, path, overrides, data, ALIASES)
-    base = Path(path).expanduser().resolve().parent if path is not None else Path.cwd()
-    config: RunConfig = loaded.config
-    config.trainer.base_dir = base
-    config.data = replace(config.data, train=_from(base, config.data.train), eval=_from(base, config.data.eval))
+    if path is not None:
+        loaded.config.trainer.base_dir = Path(path).expanduser().resolve().parent
     return loaded
 
 
@@ -209,11 +207,3 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """A YAML file (and dotted overrides) as a typed config with `.trainer`, `.data` and `.model`."""
     return load_run(path, overrides).config
 
-
-def _from(base: Path, paths: Any) -> Any:
-    """Relative data paths start at the config file."""
-    if isinstance(paths, dict):
-        return {_from(base, p): weight for p, weight in paths.items()}
-    if isinstance(paths, list):
-        return [_from(base, p) for p in paths]
-    return None if paths is None else str(base / Path(paths).expanduser())
