@@ -89,6 +89,8 @@ KINDS = {
         50 | 50\% | 50 \% || 5\% | 500\%""",
     "currency and units": r"""
         18 | \$18 | \$18.00 | 18 dollars | 18\text{ dollars} | €18 || \$1.8 | 81
+        1500000 | 1.5 million | 1.5\text{ million} | 1500 thousand || 1.5 | 15 million | 1.5 billion
+        2 | 2 cm | 2 apples || 2 sin x | 2 or x | 2 and 3
         90 | 90^\circ | 90° | 90^{\circ} | 90\text{ degrees} || 9^\circ | 45^\circ
         5 | 5\text{ cm} | 5 \text{ cm}^2 | 5 cm | 5\mathrm{ m} || 50\text{ cm} | 0.5 m""",
     "roots and powers": r"""
@@ -144,6 +146,8 @@ KINDS = {
     "words": r"""
         \text{Monday} | Monday | \text{monday} | \mathrm{Monday} || Tuesday | 1
         \text{(B)} | B | (B) | \text{B} || A | (C) | \text{(A)}
+        a | a || A | b
+        11_2 | 11_{2} || 11_3 | 12_2
         \text{no solution} | no solution | \text{No solution} || \text{solution} | 0""",
 }
 
@@ -179,7 +183,8 @@ def test_the_last_complete_box_with_matched_braces(response, answer):
 @pytest.mark.parametrize("response, answer", [
     ("The answer is 4. I hope it is correct.", "4"), ("Answer: 3\nFinal answer: 5", "5"), ("x\n#### 7", "7"),
     ("**Answer:** $\\frac{1}{2}$ because 3", "\\frac{1}{2}"), ("so $x+1$ and then $x+2$.", "x+2"), ("It makes 12.", "12"),
-    ("The answer is **12**", "12"), ("5 plus 7 is 12, as asked", "12"), ("", ""), ("3/4", "3/4"), ("no idea", ""),
+    ("The answer is **12**", "12"), ("5 plus 7 is 12, as asked", "12"), ("", ""), ("3/4", "3/4"), ("no idea", "no idea"),
+    ("I think 1, 2, 3", "3"), ("= 42.", "42"), ("Answer: 6 (since 2*3=6)", "6"), ("the answer is 6, not 7.", "6"),
 ])
 def test_where_the_final_answer_is_found(response, answer):
     assert extract(response) == answer
@@ -187,7 +192,7 @@ def test_where_the_final_answer_is_found(response, answer):
 
 def test_golds_that_cannot_be_read_are_refused_at_load(rewards):
     """Field case D021 (an empty gold) and D001 (a gold that parses to nothing)."""
-    for gold in ["", r"\boxed{}", "$$", r"\frac{1}{", "(1,2"]:
+    for gold in ["", r"\boxed{}", "$$", r"\frac{1}{", "(1,2", ["1", "2"]]:
         with pytest.raises(DataError, match="every answer to it would score 0"):
             rewards.check([group(["x"], answer=gold).task])
 
@@ -209,6 +214,14 @@ def test_text_that_is_no_mathematics_never_raises(rewards):
              "Answer:", "####", "\\boxed{,}", "\\boxed{1e999}", "\\boxed{=}", "\\boxed{x=}", "\\boxed{\\cup}"]
     for gold in ["7", "x+1", "(1,2)"]:
         assert score(rewards, [(text, gold) for text in texts]) == [0] * len(texts)
+
+
+def test_degenerate_outputs_take_no_time_worth_mentioning(rewards):
+    """Repetitions as a collapsed policy writes them; each was quadratic or worse in a naive search (minutes here)."""
+    n = 20000
+    texts = ["\\(" * n, "$" * n, "\\[" * n, "\\boxed{" * n, "9" * n, "1," * n, "answer is " * n, "####" * n, "(" * n,
+             "\\boxed{" + " " * n + "}", "\\boxed{" + "1," * n + "}", "\\boxed{" + "{" * n, "\\text{" * n, "1 a" * n]
+    assert score(rewards, [(text, "(7,8)") for text in texts]) == [0] * len(texts)
 
 
 def test_a_failing_grader_is_an_error_and_not_a_row_of_zeros(rewards):

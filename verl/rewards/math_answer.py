@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from verl.rewards.math_text import closing, extract, gold_answer, normalise
+from verl.rewards.math_text import FUNCTIONS, closing, extract, gold_answer, normalise
 
 Symbolic = Callable[[str, str], bool]
+_LONGEST, _MOST = 4000, 100  # characters and elements of an answer; nobody's answer, but an idle model's output
 
 
 class NeedsSymbolic(Exception):
@@ -32,8 +33,8 @@ class Many:
 def parse(text: str, depth: int = 0) -> Many | str:
     """A normalised answer as a structure of leaves. Raises ValueError for an empty or malformed answer."""
     text = text.strip()
-    if not text or depth > 8:
-        raise ValueError("it is empty" if not text else "it is nested too deeply")
+    if not text or depth > 8 or len(text) > _LONGEST:
+        raise ValueError("it is empty" if not text else "it is nested too deeply, or too long")
     member = re.match(r"[A-Za-z](?:_\w+)?\s*\\in(?![a-z])\s*", text)
     text = text[member.end():] if member else text
     parts = split(text, r"\\cup(?![a-z])")
@@ -82,6 +83,8 @@ def split(text: str, separator: str) -> list[str]:
         match = pattern.match(text, i) if depth == 0 else None
         if match:
             parts.append(text[start:i])
+            if len(parts) >= _MOST:
+                raise ValueError(f"it has {_MOST} or more elements")
             i = start = match.end()
             continue
         depth += (text[i] in "([{") - (text[i] in ")]}")
@@ -229,6 +232,12 @@ def _equal_leaves(gold: str, answer: str, symbolic: Symbolic | None) -> bool:
     numbers = number(gold), number(answer)
     if numbers[0] and numbers[1]:
         return _equal_numbers(numbers[0], numbers[1], (gold, answer))
+    letters = re.fullmatch(r"[A-Za-z]", gold), re.fullmatch(r"[A-Za-z]", answer)
+    if all(letters):  # a choice may be answered in lower case, a variable is itself
+        return gold in "ABCDEFGHIJ" and gold == answer.upper()
+    bases = [re.fullmatch(r"\w+?_\{?(\d+)\}?", _squeeze(text)) for text in (gold, answer)]
+    if all(bases) and bases[0][1] != bases[1][1]:  # 11_2 is not 11_3
+        return False
     if word(gold) is not None or word(answer) is not None:
         return _plain_words(gold) == _plain_words(answer)
     return _ask(symbolic, gold, answer)
@@ -245,7 +254,6 @@ def _squeeze(text: str) -> str:
 
 
 _TEXT = re.compile(r"\\text\s*\{(.*)\}")
-_FUNCTIONS = {"sin", "cos", "tan", "log", "exp", "sqrt", "abc", "xyz"}
 
 
 def _plain_words(text: str) -> str:
@@ -256,7 +264,7 @@ def _plain_words(text: str) -> str:
 def word(text: str) -> str | None:
     """A leaf that is words or a choice letter, casefolded (`\\text{Monday}`, `Monday`, `\\text{(B)}`); else None."""
     plain = _plain_words(text)
-    words = re.fullmatch(r"[a-z]{3,}(?:[ -][a-z]+)*", plain) and plain not in _FUNCTIONS
+    words = re.fullmatch(r"[a-z]{3,}(?:[ -][a-z]+)*", plain) and plain not in FUNCTIONS
     return plain if words or _TEXT.fullmatch(text.strip()) else None
 
 
@@ -282,6 +290,7 @@ def compare(gold: object, response: str, symbolic: Symbolic | None = None) -> bo
     """
     want = parse(normalise(gold_answer(gold)))
     try:
-        return equal(want, parse(normalise(extract(response))), symbolic)
+        answer = extract(response)
+        return len(answer) <= _LONGEST and equal(want, parse(normalise(answer)), symbolic)
     except ValueError:  # the gold was checked at load
         return False

@@ -8,8 +8,13 @@ import unicodedata
 # ------------------------------------------------------------------------------------------------ finding the answer
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _MARKER = re.compile(r"(?:final\s+answer|answer)[*_]*\s*(?:is|:|=)(?!\s*not\b)|####", re.IGNORECASE)
-_MATH = re.compile(r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# No alternative reads past its next opening, so that a search is linear.
+_MATH = re.compile(r"(?<!\\)\$\$([^$]+)(?<!\\)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$"
+                   r"|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL)
 _LAST_NUMBER = re.compile(r"(?<![\w.,/])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.?\d+)(?:\s*/\s*\d+)?(?:\s*\\?%)?")
+
+
+FUNCTIONS = {"sin", "cos", "tan", "log", "ln", "exp", "sqrt", "pi", "abc", "xyz"}  # letters that are no words
 
 
 def closing(text: str, start: int) -> int | None:
@@ -60,8 +65,9 @@ def extract(response: str) -> str:
     numbers = list(_LAST_NUMBER.finditer(response))
     if formulas and (not numbers or numbers[-1].start() < formulas[-1].end()):
         return next(g for g in formulas[-1].groups() if g is not None)
-    whole = response.strip().rstrip(".")
-    if "\n" not in whole and len(whole) <= 100 and not re.search(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}", whole):
+    whole = response.strip().rstrip(".").lstrip("= ")
+    words = set(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", "", whole))) - FUNCTIONS
+    if "\n" not in whole and len(whole) <= 100 and not (words and numbers):
         return whole
     return numbers[-1].group() if numbers else ""
 
@@ -75,11 +81,17 @@ def _unmark(after: str) -> str:
                                                                     else "")
     line = after.split("\n", 1)[0]
     line = re.split(r"\.(?=\s|$|[*_])|\bI hope\b", line)[0]
+    line = re.split(r"(?<=\S)(?:,\s*|\s+\()(?!and\b|or\b)(?=[a-z]{2,}\b)|(?<=\S)\s+(?:since|because|as|which)\b", line)[0]
     return line.strip().strip("*_`").strip()
 
 
 def gold_answer(value: object) -> str:
-    """The answer inside a gold: a plain answer, `$...$`, a solution with a box, or one that ends in `#### x`."""
+    """The answer inside a gold: a plain answer, `$...$`, a solution with a box, or one that ends in `#### x`.
+
+    Raises ValueError for what is neither text nor a number.
+    """
+    if not isinstance(value, (str, int, float)):
+        raise ValueError(f"it is a {type(value).__name__}; a gold is text or a number")
     text = str(value).strip()
     box = last_box(text)
     if box is not None:
@@ -108,8 +120,11 @@ _SIMPLE = [
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"), (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
     (r"(\\frac\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
     (r"\s*\\text\s*\{\s*(?:percent|per cent|pct)\.?\s*\}|\s*\b(?:percent(?:age)?|per cent|pct)\b", "%"),
-    (r"\\text\s*\{\s*(,?\s*(?:and|or)\s*)\}", r" \1 "), (r"(?<=\d)\s*\\text\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", ""),
-    (r"(?<=\d)\s+(?:[a-z]{2,}|[mgsLh])(?:\s+[a-z]+)*(?:\^\{?\d\}?)?\s*$", ""),
+    (r"\\text\s*\{\s*(,?\s*(?:and|or)\s*)\}", r" \1 "), (r"^\\text\s*\{\s*(-?[\d.]+[^{}]*)\}$", r"\1"),
+    *((rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?{word}s?\b\s*\}}?", rf"\\times10^{{{power}}}")
+      for word, power in (("thousand", 3), ("million", 6), ("billion", 9))),
+    (r"(?<=\d)\s*\\text\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", ""),
+    (r"(?<=\d)\s+(?!(?:and|or|sin|cos|tan|log|ln|exp|sqrt|pi)\b)(?:[a-z]{2,}|[mgsLh])(?:\s+[a-z]+)*(?:\^\{?\d\}?)?\s*$", ""),
 ]
 _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _SIMPLE]
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(,| )\d{3})(?:\1\d{3})*(?![\d,])")
@@ -122,6 +137,7 @@ def normalise(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).strip().strip("`").strip()
     outer = _MATH.fullmatch(text)
     text = next(g for g in outer.groups() if g is not None) if outer else text
+    text = re.sub(r"\s+", " ", text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".;,").strip()

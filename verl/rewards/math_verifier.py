@@ -33,6 +33,7 @@ class Math(Verifier):
         reasons = dict(zip(hard, self.pool.map("check", [{"gold": value} for value in hard], self.timeout_s)))
 
         def parse_gold(value: Any) -> None:
+            gold_answer(value)
             reason = reasons.get(str(value), "")
             if reason:
                 raise ValueError(str(reason))
