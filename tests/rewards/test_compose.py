@@ -99,6 +99,12 @@ def test_doubled_names_get_a_number_or_are_refused():
         build_rewards([RewardSource(verifier="exact", name="same"), RewardSource(verifier="gsm8k", name="same")])
 
 
+def test_a_line_at_start_says_what_scores_and_how():
+    """Field case D056: the extraction mode is reachable from the config and visible."""
+    rewards = build_rewards([{"verifier": "gsm8k", "mode": "flexible"}, {"verifier": "exact", "weight": 0.5, "arms": ["a"]}])
+    assert rewards.describe() == "rewards: gsm8k (weight 1, mode flexible); exact (weight 0.5, arms a)"
+
+
 @pytest.mark.parametrize("fields, message", [
     ({}, "exactly one of function, verifier"), ({"verifier": "math", "http": "http://x"}, "sets verifier and http"),
     ({"verifier": "maths"}, "did you mean 'math'"), ({"verifier": "exact", "timeout_s": 0.0}, "above 0 seconds"),

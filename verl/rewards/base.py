@@ -44,6 +44,10 @@ class Source:
         """One result an item, in order. Any exception but RewardError counts as a failure of every item."""
         raise NotImplementedError
 
+    def describe(self) -> str:
+        """What a reader of the log must know to interpret its scores (a mode, an isolation); "" for nothing."""
+        return ""
+
     def limit_s(self, n: int) -> float:
         """Seconds after which a call over n samples is taken for hung."""
         return self.timeout_s * max(n, 1) + 30

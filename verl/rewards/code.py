@@ -43,6 +43,9 @@ class Code(Verifier):
         workers = min(settings.concurrency, max(2, os.cpu_count() or 1))
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix=f"reward-{name}")
 
+    def describe(self) -> str:
+        return "isolated by namespaces" if self.isolate else UNISOLATED
+
     def parse_gold(self, value: Any) -> list[tuple[Any, ...]]:
         return parse_tests(value)
 

@@ -88,6 +88,15 @@ class Composition:
         self._aggregate = (lambda v, w, used: AGGREGATES[aggregate](v, w)) if isinstance(aggregate, str) else (
             user_aggregate(aggregate))
 
+    def describe(self) -> str:
+        """One line naming every source with weight, arms and mode; printed when a run starts."""
+        parts = []
+        for entry in self.entries:
+            notes = [f"weight {entry.weight:g}", *([f"arms {'+'.join(entry.arms)}"] if entry.arms else []),
+                     *([entry.source.describe()] if entry.source.describe() else [])]
+            parts.append(f"{entry.source.name} ({', '.join(notes)})")
+        return "rewards: " + "; ".join(parts)
+
     def check(self, tasks: Sequence[Task]) -> None:
         """Let every source refuse, before anything runs, tasks it could never score. Raises DataError or ConfigError."""
         for entry in self.entries:

@@ -88,6 +88,9 @@ class GSM8K(Verifier):
         if self.mode not in ("strict", "flexible"):
             raise ConfigError(f"trainer.rewards: mode {settings.mode!r} of source {name!r}; allowed: strict, flexible")
 
+    def describe(self) -> str:
+        return f"mode {self.mode}"
+
     def parse_gold(self, value: Any) -> Decimal:
         text = str(value)
         after = text.rpartition("####")[2].strip()
