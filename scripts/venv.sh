@@ -47,7 +47,7 @@ fi
 echo "setup: installing pinned versions from $constraints (the first time about 2 minutes)"
 # torch comes first in the one command, so that a CPU build that is at hand is kept for everything else
 "$dir/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off "${index[@]+"${index[@]}"}" \
-  -c "$constraints" "$torch" "$@" | sed -E '/^(Requirement already|Looking in|  (Using cached|Preparing|Getting|Installing|Checking|Created|Building|Stored))/d' ||
+  -c "$constraints" "$torch" "$@" | sed -u -E '/^(Requirement already|Looking in|  (Using cached|Preparing|Getting|Installing|Checking|Created|Building|Stored))/d' ||
   fail "pip could not install everything: its error stands above.
 No network or a proxy: set PIP_INDEX_URL, HTTPS_PROXY, or PIP_CERT. Out of space: free some, or make VENV=/other/disk/venv ...
 Then run the same command again; what was downloaded is kept."
