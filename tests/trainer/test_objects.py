@@ -133,3 +133,21 @@ def test_reward_files_and_prompts_may_be_paths(tmp_path, model):
     trainer = GRPOTrainer(actor=str(model), reward_fn={"function": f"{tmp_path}/my.py:digits"},
                           config={"rollout_batch_size": 4, "group_size": 2, "sampling": {"max_tokens": 4}, "output_dir": tmp_path / "o"})
     assert np.isfinite(trainer.train_epoch(str(data))["loss"])
+
+
+def test_remax_takes_the_greedy_answer_as_baseline(model):
+    class ReMaxTrainer(PPOTrainer):
+        algorithm = "remax"
+
+    trainer = ReMaxTrainer(actor=str(model), reward_fn=digits, config={"rollout_batch_size": 8, "sampling": {"max_tokens": 4}})
+    assert np.isfinite(trainer.train_epoch([{"prompt": f"{i}:"} for i in range(8)])["loss"])
+
+
+def test_kto_compares_with_answers_under_other_prompts():
+    from verl.core.batch import Batch
+    from verl.trainer.offline import mismatched
+    batch = Batch(prompts=[np.array([1]), np.array([2, 3])], prompt_S=np.array([0, 1, 1]), lengths_S=np.array([1, 2, 1]),
+                  ids_T=np.array([5, 6, 7, 8]), mask_T=np.ones(4, bool), row_S=np.arange(3), group_S=np.arange(3),
+                  label_S=np.array([1, -1, 1], np.int8))
+    other = mismatched(batch)
+    assert other.prompt_S.tolist() == [1, 1, 0] and other.ids_T.tolist() == [5, 6, 7, 8] and other.label_S.tolist() == [0, 0, 0]

@@ -26,17 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors that verl raises on purpose are one line, without a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args, rest = parser().parse_known_args(argv)
-    overrides = [a for a in rest if "=" in a]
-    if stray := [a for a in rest if "=" not in a]:
-        print(f"verl: {stray[0]!r} is not an option of this command; settings are written a.b=value", file=sys.stderr)
-        return 2
     if not hasattr(args, "run"):
         parser().print_help()
         return 0
-    if overrides and not hasattr(args, "config"):
-        print(f"verl: this command takes no settings such as {overrides[0]!r}", file=sys.stderr)
+    if rest and not hasattr(args, "config"):
+        print(f"verl: {rest[0]!r} is not an option of this command; verl {argv_word(argv)} --help lists them", file=sys.stderr)
         return 2
-    args.overrides = overrides
+    args.overrides = rest
     try:
         return args.run(args) or 0
     except VerlError as error:
@@ -49,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+
+
+def argv_word(argv: Sequence[str] | None) -> str:
+    """The command that was typed."""
+    return next(iter(argv if argv is not None else sys.argv[1:]), "")
 
 
 def parser() -> argparse.ArgumentParser:

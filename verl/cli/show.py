@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         values = [r[name] for r in rows if name in r]
         if values:
-            print(f"  {name:26s} first {values[0]:10.4f}   last {values[-1]:10.4f}   min {min(values):10.4f}   max {max(values):10.4f}")
+            print(f"  {name:26s} first {values[0]:10.4f}   last {values[-1]:10.4f}   min {min(values):10.4f}   "
+                  f"max {max(values):10.4f}")
     print(f"curves: {draw_curves(directory)}")
     return 0
 

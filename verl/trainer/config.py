@@ -48,7 +48,6 @@ class EvalConfig:
 class SaveConfig:
     every: int = option(0, "checkpoint after every so many steps; 0: only at the end")
     keep_last: int = option(2, "whole checkpoints kept")
-    export: bool = option(True, "write a model directory for transformers at the end")
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def train(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference 
         batch = run.verb("encode", pack_answers, rows, policy.lm.tokenizer, tasks.config, algo, policy.lm.context)
         if ref is not None:
             batch.ref_logprobs_T = run.verb("reference", ref.logprobs, batch)
-        metrics = run.verb("update", update, run, batch, algo, policy)
+        metrics = run.verb("update", update, run, batch, algo, policy, ref)
         metrics["rows_dropped"] = len(rows) * rows_per_task(algo, rows) - len(batch)
         run.report_step(step, [], batch, metrics, policy)
         evaluate(run, tasks, algo, policy, ref, step)
@@ -35,23 +36,30 @@ def train(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference 
     run.finish(tasks, policy, None, algo)
 
 
-def update(run: Run, batch: Batch, algo: Algorithm, policy: TrainEngine) -> dict[str, float]:
+def update(run: Run, batch: Batch, algo: Algorithm, policy: TrainEngine, ref: Reference | None) -> dict[str, float]:
     """Optimizer updates of one step, each over whole units (a pair is never cut)."""
     log = UpdateLog()
     size = run.config.train_batch_size or run.config.rollout_batch_size
     for mini in batch.split(-(-run.config.rollout_batch_size // size), unit=algo.unit):
-        reduce_into(mini, algo, None, run.sampling.max_tokens)
-        metrics = policy.forward_backward(mini, algo.loss, algo.unit, context(mini, algo, policy), scores=algo.needs_scores)
+        reduce_into(mini, algo, run.sampling.max_tokens)
+        metrics = policy.forward_backward(mini, algo.loss, algo.unit, context(mini, algo, policy, ref), scores=algo.needs_scores)
         log.add(metrics, policy.step())
     return log.result()
 
 
-def context(batch: Batch, algo: Algorithm, policy: TrainEngine) -> dict[str, float]:
-    """What the loss needs to know about the whole optimizer batch (KTO's reference point)."""
+def context(batch: Batch, algo: Algorithm, policy: TrainEngine, ref: Reference | None) -> dict[str, float]:
+    """What the loss needs to know about the whole optimizer batch: KTO's reference point, from mismatched answers."""
     if not getattr(algo, "needs_logprob_sums", False):
         return algo.prepare(batch)
-    logprobs_T = np.where(batch.mask_T, policy.logprobs(batch), 0.0)
-    return algo.prepare(batch, np.bincount(batch.sequence_T, logprobs_T, len(batch)))
+    others = mismatched(batch)
+    others.ref_logprobs_T = ref.logprobs(others)
+    logprobs_T = np.where(others.mask_T, policy.logprobs(others), 0.0)
+    return algo.prepare(others, np.bincount(others.sequence_T, logprobs_T, len(others)))
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Every answer under the next row's prompt, with label 0: never trained on, only compared with the reference."""
+    return replace(batch, prompt_S=np.roll(batch.prompt_S, -1), label_S=np.zeros(len(batch), np.int8), ref_logprobs_T=None)
 
 
 @torch.no_grad()
@@ -64,8 +72,8 @@ def evaluate(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Referen
     batch = pack_answers(run.eval_tasks, policy.lm.tokenizer, tasks.config, algo, policy.lm.context)
     if ref is not None:
         batch.ref_logprobs_T = ref.logprobs(batch)
-    reduce_into(batch, algo, None, run.sampling.max_tokens)
-    metrics = policy.forward_backward(batch, algo.loss, algo.unit, context(batch, algo, policy), scores=algo.needs_scores)
+    reduce_into(batch, algo, run.sampling.max_tokens)
+    metrics = policy.forward_backward(batch, algo.loss, algo.unit, context(batch, algo, policy, ref), scores=algo.needs_scores)
     run.report.log(step, {f"eval_{k}": v for k, v in metrics.items()})
 
 
@@ -93,7 +101,8 @@ def pack_answers(tasks: Sequence[Task], tokenizer, data: DataConfig, algo: Algor
             owner.append(len(prompts) - 1)
             margins.append(float(task.columns["margin"]) if "margin" in task.columns else 0.0)
     if not ids:
-        raise DataError(f"every one of {len(tasks)} rows is longer than the model's {context} tokens; shorten them or use another model")
+        raise DataError(f"every one of {len(tasks)} rows is longer than the model's {context} tokens; shorten them, "
+                        "or use a model with a longer context")
     owner_S = np.array(owner, np.int64)
     return Batch(prompts=[np.asarray(p, np.int32) for p in prompts], prompt_S=owner_S,
                  lengths_S=np.array([len(i) for i in ids], np.int64), ids_T=np.concatenate(ids).astype(np.int32),

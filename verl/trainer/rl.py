@@ -6,6 +6,8 @@ algorithm. What a step did is traced while it runs (`verl show graph RUN`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from verl.algorithms.base import Algorithm, Credit
@@ -27,7 +29,7 @@ def train(run: Run, tasks, sampler: Sampler, algo: Algorithm, policy: TrainEngin
         groups, metrics = collect(run, tasks, sampler, algo)                 # y ~ pi_old, r = R(x, y)
         if run.stopped:
             break
-        batch = from_groups(groups)
+        batch = pack(run, groups, sampler, algo)
         if ref is not None:
             batch.ref_logprobs_T = run.verb("reference", ref.logprobs, batch)
         if critic is not None:
@@ -51,6 +53,7 @@ def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm) -> tuple[list[Gr
     counted by the loader, so totals do not depend on how many groups were usable.
     """
     config, kept, everything = run.config, [], []
+    sampler.scorer.trainer_state = run.state()
     target, metrics = config.rollout_batch_size, {}
     for _ in range(MAX_ROUNDS):
         place = tasks.position
@@ -75,6 +78,18 @@ def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm) -> tuple[list[Gr
 MAX_ROUNDS = 10
 
 
+def pack(run: Run, groups: list[Group], sampler: Sampler, algo: Algorithm) -> Batch:
+    """The step's batch; with the reward of one greedy answer per prompt as baseline where the method asks for it."""
+    batch = from_groups(groups)
+    if algo.needs_greedy:
+        greedy = replace(run.sampling, temperature=0.0)
+        answers = run.verb("greedy", sampler.sample, [g.task for g in groups], 0, 1, greedy, "greedy")
+        run.verb("score", sampler.scorer.collect)
+        scores_P = np.array([np.nan if g.samples[0].score is None else g.samples[0].score for g in answers])
+        batch.baselines_S = scores_P[batch.group_S]
+    return batch
+
+
 def apply_credit(batch: Batch, credit: Credit) -> None:
     """Put the advantages (and returns) of the whole step into its batch."""
     batch.advantages_T, batch.returns_T = credit.advantages_T, credit.returns_T
@@ -84,14 +99,15 @@ def update(run: Run, batch: Batch, credit: Credit, algo: Algorithm, policy: Trai
            critic: TrainEngine | None) -> dict[str, float]:
     """Every optimizer update of one step: coefficients over the whole optimizer batch, then gradients, then a step."""
     log = UpdateLog()
-    keep_S = np.ones(len(batch), bool) if credit.keep_S is None else credit.keep_S
+    if credit.keep_S is not None:
+        batch = batch.select(np.flatnonzero(credit.keep_S))
+    if not len(batch):
+        return {"updates_skipped": 1.0}
     per_epoch = -(-len(batch) // (run.config.train_batch_size or len(batch)))
     for epoch in range(run.config.update_epochs):
         order = run.shuffled(len(batch), epoch) if run.config.updates_per_step > 1 else np.arange(len(batch))
-        shuffled = batch.select(order)
-        shuffled.row_S = order
-        for mini in shuffled.split(per_epoch):
-            reduce_into(mini, algo, keep_S[mini.row_S], run.sampling.max_tokens)
+        for mini in batch.select(order).split(per_epoch):
+            reduce_into(mini, algo, run.sampling.max_tokens)
             metrics = policy.forward_backward(mini, algo.loss, algo.unit, entropy_grad=algo.needs_entropy_grad)
             log.add(metrics, policy.step())
             if critic is not None and critic is not policy:
@@ -102,9 +118,9 @@ def update(run: Run, batch: Batch, credit: Credit, algo: Algorithm, policy: Trai
     return log.result()
 
 
-def reduce_into(mini: Batch, algo: Algorithm, keep_S: np.ndarray | None, max_tokens: int) -> None:
+def reduce_into(mini: Batch, algo: Algorithm, max_tokens: int) -> None:
     """Coefficients of one optimizer batch, from its final mask."""
-    mini.weights_T, mini.weights_S = coefficients(algo.reduction, mini, keep_S, constant=max_tokens)
+    mini.weights_T, mini.weights_S = coefficients(algo.reduction, mini, constant=max_tokens)
 
 
 class UpdateLog:

@@ -16,13 +16,14 @@ from verl.core.errors import ConfigError
 from verl.core.registry import load_object
 from verl.data import RLDataLoader
 from verl.models import context_length, load_tokenizer
+from verl.models.reward_model import RewardModel
 from verl.rewards.build import build_rewards
 from verl.rewards.function import load_function
 from verl.rewards.scorer import Scorer
 from verl.trainer import offline, rl
 from verl.trainer.config import ModelConfig, RunConfig, TrainerConfig
 from verl.trainer.plan import plan
-from verl.trainer.roles import Roles, build_roles
+from verl.trainer.roles import Roles, build_roles, pick_device
 from verl.trainer.run import Run, device_line, total_steps
 from verl.trainer.sampler import Sampler
 
@@ -54,6 +55,7 @@ class RLTrainer:
         self.composition = None
         if config.algo.online:
             self.composition = build_composition(self.config, rewards)
+            print(f"verl: rewards: {self.composition.describe()}", flush=True)
             self.composition.check([*dataloader.prompts, *(dataloader.eval_prompts or ())])
 
     def train(self) -> Run:
@@ -92,24 +94,29 @@ def fit_context(loader: RLDataLoader, context: int, config: TrainerConfig) -> No
         loader.config = dataclasses.replace(loader.config, max_prompt_tokens=room)
 
 
-def build_composition(config: RunConfig, rewards: Any = None):
+def build_composition(config: RunConfig, rewards: Any = None, notes: list[str] | None = None):
     """The run's rewards: given objects, else `trainer.rewards`, else the reward model of `model.reward_model`."""
-    trainer, model = config.trainer, config.model.reward_model
+    trainer, role = config.trainer, config.model.reward_model
+    device = str(pick_device(role, notes if notes is not None else [], "reward_model"))
     sources = rewards if rewards is not None else trainer.rewards
-    if not sources and model.model_name_or_path:
-        sources = [model.model_name_or_path]
+    if not sources and role.implementation:
+        sources = [load_object(role.implementation, "model.reward_model.class")(role)]
+    if not sources and role.model_name_or_path:
+        sources = [RewardModel(role.model_name_or_path, device=device, dtype=role.dtype,
+                               trust_remote_code=role.trust_remote_code)]
     if not sources:
         raise ConfigError("trainer.rewards is empty and model.reward_model is not set; nothing would be rewarded. Add e.g.\n"
                           "  rewards:\n    - verifier: math")
-    return build_rewards(sources, trainer.aggregate, base_dir=trainer.base_dir)
+    return build_rewards(sources, trainer.aggregate, base_dir=trainer.base_dir, device=device)
 
 
 def load_callbacks(config: TrainerConfig) -> list[Any]:
     """Callback objects by `module:Class` or `file.py:Class`; any of on_step, on_samples, on_save."""
     out = []
     for path in config.callbacks:
-        loader = load_function(path, config.base_dir, "trainer.callbacks") if ".py:" in path else load_object(path, "trainer.callbacks")
-        out.append(loader())
+        in_file = ".py:" in path
+        kind = load_function(path, config.base_dir, "trainer.callbacks") if in_file else load_object(path, "trainer.callbacks")
+        out.append(kind())
     return out
 
 

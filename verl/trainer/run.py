@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,10 @@ class Run:
                                "writes": _describe(result), "seconds": round(time.perf_counter() - start, 4)})
         return result
 
+    def state(self) -> SimpleNamespace:
+        """What reward functions receive as `trainer_state` (TRL's names)."""
+        return SimpleNamespace(global_step=self.step, max_steps=self.total, is_world_process_zero=True)
+
     def shuffled(self, n: int, epoch: int) -> np.ndarray:
         """The order of a step's rows in one update epoch: a pure function of seed, step and epoch."""
         return np.random.default_rng([self.config.seed, self.step, epoch]).permutation(n)
@@ -241,7 +246,7 @@ class Run:
             draw_curves(self.dir)
         if self.stopped:
             self.report.note(f"stopped after step {self.step} of {self.total}; the same command continues from there")
-        elif self.config.save.export:
+        else:
             export(policy.lm, self.dir / "model", policy.exported())
 
 
