@@ -15,7 +15,7 @@ from verl.core.errors import ConfigError, VerlError
 
 EPILOG = """first steps:
   verl doctor                                             what this machine can run
-  verl train configs/quickstart.yaml                      train; the same command resumes
+  verl train examples/quickstart/config.yaml                      train; the same command resumes
   verl train CONFIG.yaml trainer.optim.lr=1e-6            change a setting for one run
   verl show config CONFIG.yaml                            every setting, its value and where that came from
   verl show run runs/quickstart                           the curves of a run

@@ -136,7 +136,8 @@ def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, not
         from verl.engine.native.config import NativeConfig
         kv = rollout.kv_cache_dtype if actor.device.type == "cuda" else "auto"
         return ROLLOUTS[name](actor, NativeConfig(kv_memory=rollout.kv_memory, kv_cache_dtype=kv,
-                                                  prefill_tokens=rollout.max_batched_tokens))
+                                                  prefill_tokens=rollout.max_batched_tokens if rollout.chunked_prefill
+                                                  else max(actor.context, rollout.max_batched_tokens)))
     if name == "vllm":
         return ROLLOUTS[name](actor.path, tensor_parallel_size=rollout.tensor_parallel_size,
                               max_num_batched_tokens=rollout.max_batched_tokens, gpu_memory_utilization=rollout.kv_memory)
