@@ -13,7 +13,8 @@ from verl.core.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
     lr: float = field(default=1e-6, metadata={"help": "peak learning rate"})
-    schedule: str = field(default="constant", metadata={"help": "constant | linear | cosine, after the warm-up, to 0 at the last step"})
+    schedule: str = field(default="constant", metadata={
+        "help": "constant | linear | cosine, after the warm-up, to 0 at the last step"})
     warmup_steps: int = field(default=0, metadata={"help": "optimizer updates of linear warm-up"})
     betas: tuple[float, float] = field(default=(0.9, 0.999), metadata={"help": "decay of AdamW's two moments"})
     eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
@@ -53,7 +54,7 @@ class MasterAdamW:
             raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
         self.names = [n for n, _ in trained]
         self.working = [p for _, p in trained]
-        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float().clone() for p in self.working]
+        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.working]
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulate(m)) for p, m in zip(self.working, self.masters)
                        if m is not p]
         decay = [m for m in self.masters if m.dim() >= 2]
@@ -73,11 +74,11 @@ class MasterAdamW:
         return hook
 
     def grad_norm(self) -> torch.Tensor:
-        """Global 2-norm of the accumulated gradients, float32 on the device; 0 when there are none."""
+        """Global 2-norm of the accumulated gradients, on the device; 0 when there are none."""
         grads = [m.grad for m in self.masters if m.grad is not None]
         if not grads:
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        return torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(grads)]))
 
     def clear(self) -> None:
         """Drop accumulated gradients."""
@@ -96,7 +97,7 @@ class MasterAdamW:
         self.adamw.step()
         low = [(p, m) for p, m in zip(self.working, self.masters) if m is not p]
         if low:
-            torch._foreach_copy_([p.data for p, _ in low], [m for _, m in low])
+            torch._foreach_copy_([p.detach() for p, _ in low], [m for _, m in low])
         self.clear()
         self.updates += 1
 
@@ -112,21 +113,27 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], updates: int) -> None:
-        """Restore `state()`. Raises KeyError naming a tensor that is missing or of another shape."""
+        """Restore `state()`; moments held before are gone. Raises KeyError naming a tensor that is missing or of another
+        shape, before anything was changed."""
+        found = {}
         for name, working, master in zip(self.names, self.working, self.masters):
             if master is not working:
-                _copy(master, tensors, f"master.{name}")
-                working.copy_(master)
+                find(tensors, f"master.{name}", master.shape)
             if f"exp_avg.{name}" in tensors:
-                state = self.adamw.state[master]
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    source = tensors[f"{key}.{name}"]
-                    state[key] = source.to(master.device if source.dim() or master.is_cuda else "cpu", copy=True)
+                shapes = {"step": (), "exp_avg": master.shape, "exp_avg_sq": master.shape}
+                found[master] = {k: find(tensors, f"{k}.{name}", s).to(master.device, copy=True) for k, s in shapes.items()}
+        for name, working, master in zip(self.names, self.working, self.masters):
+            if master is not working:
+                master.copy_(tensors[f"master.{name}"])
+                working.copy_(master)
+        self.adamw.state.clear()
+        self.adamw.state.update(found)
         self.updates = updates
 
 
-def _copy(target: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> None:
-    if name not in tensors or tensors[name].shape != target.shape:
+def find(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a checkpoint. Raises KeyError when it is missing or of another shape."""
+    if name not in tensors or tensors[name].shape != shape:
         seen = tuple(tensors[name].shape) if name in tensors else "nothing"
-        raise KeyError(f"{name}: expected a tensor of shape {tuple(target.shape)}, the checkpoint has {seen}")
-    target.copy_(tensors[name])
+        raise KeyError(f"{name}: expected a tensor of shape {tuple(shape)}, the checkpoint has {seen}")
+    return tensors[name]

@@ -7,7 +7,9 @@ computed once over the whole optimizer batch, so no cut of that batch changes th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ from verl.core.batch import Batch
 from verl.core.errors import TrainingError, WeightsError
 from verl.core.weights import Receipt, Weights
 from verl.engine.base import BaseEngine
-from verl.engine.optimizer import MasterAdamW, OptimConfig, learning_rate
+from verl.engine.optimizer import MasterAdamW, OptimConfig, find, learning_rate
+from verl.engine.requests import check_newer
 from verl.models.lm import LM
 from verl.models.packed import Packed
 
@@ -46,7 +49,8 @@ class _Totals:
             if name.endswith(("/max", "/min")):
                 worst = float("-inf") if name.endswith("/max") else float("inf")
                 best = torch.where(selection, values.float(), worst)
-                best = (best.max() if name.endswith("/max") else best.min()) if best.numel() else torch.tensor(worst)
+                best = torch.cat([best.flatten(), best.new_full((1,), worst)])  # nothing was selected: counted as 0 below
+                best = best.max() if name.endswith("/max") else best.min()
                 old = self.sums.get(name, best)
                 self.sums[name] = torch.maximum(old, best) if name.endswith("/max") else torch.minimum(old, best)
             else:
@@ -55,7 +59,7 @@ class _Totals:
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
     def result(self) -> dict[str, float]:
-        names = [n for n in self.sums]
+        names = list(self.sums)
         if not names:
             return {}
         sums = torch.stack([self.sums[n].double() for n in names]).tolist()
@@ -93,15 +97,31 @@ class TrainEngine(BaseEngine):
 
     def _score(self, batch: Batch, values: bool) -> np.ndarray:
         out = np.zeros(len(batch.ids_T), np.float32)
-        numbered = batch.select(np.arange(len(batch)))
-        numbered.row_S = np.arange(len(batch), dtype=np.int64)
+        numbered = replace(batch, row_S=np.arange(len(batch), dtype=np.int64))
         offsets = batch.offsets
-        for micro in numbered.micro_batches(self.token_budget):
-            result = self.lm.forward(Packed(micro, self.lm.device), self.temperature, logprobs=not values, values=values)
-            column = (result.values_T if values else result.logprobs_T).float().cpu().numpy()
-            places = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in micro.row_S])
-            out[places] = column
+        places, columns = [], []  # columns stay on the device until the last one is there
+        with self._memory_advice():
+            for micro in numbered.micro_batches(self.token_budget):
+                result = self.lm.forward(Packed(micro, self.lm.device), self.temperature, logprobs=not values, values=values)
+                columns.append(result.values_T if values else result.logprobs_T)
+                places += [np.arange(offsets[r], offsets[r + 1]) for r in micro.row_S]
+        if columns:
+            out[np.concatenate(places)] = torch.cat(columns).float().cpu().numpy()
         return out
+
+    @contextmanager
+    def _memory_advice(self):
+        """Turn the end of memory into an error that says what to set. Accumulated gradients are dropped."""
+        try:
+            yield
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one from the CPU's allocator
+            if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+                raise
+            if self.optimizer is not None:
+                self.optimizer.clear()
+            raise TrainingError(f"out of memory with micro-batches of {self.token_budget} tokens; set "
+                                f"trainer.micro_batch_tokens to {self.token_budget // 2} or less, or use LoRA "
+                                f"(model.actor.lora.rank: 16)") from error
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -115,14 +135,9 @@ class TrainEngine(BaseEngine):
         """
         totals = _Totals()
         losses = []
-        try:
+        with self._memory_advice():
             for micro in batch.micro_batches(self.token_budget, unit):
                 losses.append(self._micro(micro, loss, totals, context or {}, logprobs, entropy_grad, scores))
-        except torch.OutOfMemoryError as error:
-            self.optimizer.clear()
-            raise TrainingError(f"out of memory with micro-batches of {self.token_budget} tokens; set "
-                                f"trainer.micro_batch_tokens to {self.token_budget // 2} or less, or use LoRA "
-                                f"(model.actor.lora.rank: 16)") from error
         result = totals.result()
         result["loss"] = float(torch.stack(losses).double().sum()) if losses else 0.0
         return result
@@ -172,20 +187,23 @@ class TrainEngine(BaseEngine):
 
     @torch.no_grad()
     def load_weights(self, weights: Weights) -> Receipt:
-        """Copy tensors by name into the working weights (and masters). Raises WeightsError naming what does not fit."""
+        """Copy tensors by name into the working weights and their masters; moments stay. Raises WeightsError naming what
+        does not fit, before anything was changed."""
+        check_newer(weights, self.version)
         own = dict(self.lm.module.named_parameters())
-        seen = set()
+        missing = set(own)
         for name, tensor in weights:
             if name not in own or own[name].shape != tensor.shape:
-                raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model")
+                want = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
+                raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model, which has {want}")
+            missing.discard(name)
+        if missing:
+            raise WeightsError(f"{len(missing)} of {len(own)} tensors did not arrive, the first is {min(missing)!r}")
+        masters = {} if self.optimizer is None else dict(zip(self.optimizer.names, self.optimizer.masters))
+        for name, tensor in weights:
             own[name].copy_(tensor)
-            seen.add(name)
-        if missing := sorted(set(own) - seen):
-            raise WeightsError(f"{len(missing)} tensors did not arrive, the first is {missing[0]!r}")
-        if self.optimizer is not None:
-            for working, master in zip(self.optimizer.working, self.optimizer.masters):
-                if master is not working:
-                    master.copy_(working)
+            if name in masters and masters[name] is not own[name]:
+                masters[name].copy_(tensor)
         self.version = weights.version
         return self.weights().receipt()
 
@@ -206,12 +224,14 @@ class TrainEngine(BaseEngine):
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict) -> None:
-        """Restore `state()`. Raises KeyError naming what is missing."""
-        for name, parameter in self.lm.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(tensors[f"working.{name}"])
+        """Restore `state()`. Raises KeyError naming what is missing or of another shape."""
+        trained = {n: p for n, p in self.lm.parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            find(tensors, f"working.{name}", parameter.shape)
         if self.optimizer is not None:
             self.optimizer.load_state(tensors, numbers["updates"])
+        for name, parameter in trained.items():
+            parameter.copy_(tensors[f"working.{name}"])
         self.version = numbers["version"]
         self.skipped_total, self.skipped_in_a_row = numbers["skipped_total"], numbers["skipped_in_a_row"]
 
@@ -222,9 +242,10 @@ def loss_inputs(batch: Batch, outputs, device: torch.device, context: Mapping[st
         return None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device, dtype)
 
     named = {name: column(getattr(batch, name)) for name in _FLOAT_COLUMNS}
-    return LossInputs(logprobs_T=outputs.logprobs_T, scores_S=outputs.scores_S, entropy_T=outputs.entropy_T, values_T=outputs.values_T,
-                      mask_T=column(batch.mask_T, torch.bool), sequence_T=column(batch.sequence_T, torch.int64),
-                      sequences=len(batch), group_S=column(batch.group_S, torch.int64), old_values_T=column(batch.values_T),
+    return LossInputs(logprobs_T=outputs.logprobs_T, scores_S=outputs.scores_S, entropy_T=outputs.entropy_T,
+                      values_T=outputs.values_T, mask_T=column(batch.mask_T, torch.bool),
+                      sequence_T=column(batch.sequence_T, torch.int64), sequences=len(batch),
+                      group_S=column(batch.group_S, torch.int64), old_values_T=column(batch.values_T),
                       label_S=column(batch.label_S), context=context, **named)
 
 
@@ -243,6 +264,17 @@ def plan_token_budget(lm: LM, training: bool) -> int:
     if lm.device.type == "cuda":
         memory = torch.cuda.mem_get_info(lm.device)[1] * 0.4
     else:
-        import psutil
-        memory = psutil.virtual_memory().total * 0.25
+        memory = host_memory() * 0.25
     return int(min(max(memory / token, 512), 65536 if lm.device.type == "cuda" else 16384))
+
+
+def host_memory() -> int:
+    """Bytes of main memory this process may use: the machine's, or its container's limit."""
+    import psutil
+    total = psutil.virtual_memory().total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):  # another system, or "max": no limit
+            continue
+    return total

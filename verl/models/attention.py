@@ -59,7 +59,7 @@ def masked_attention(q_BHLD: torch.Tensor, k_BKMD: torch.Tensor, v_BKME: torch.T
                      spec: AttentionSpec) -> torch.Tensor:
     """Attention under an explicit boolean mask [B, L, M]; softmax in float32 or better. Exact for every spec.
 
-    Rows that see nothing return 0 (padding). `spec.window` is taken to be in the mask already.
+    Every query, padded ones too, must see at least one key. `spec.window` is taken to be in the mask already.
     """
     heads, kv_heads = q_BHLD.shape[1], k_BKMD.shape[1]
     if spec.softcap is None and spec.sinks is None:

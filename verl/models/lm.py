@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -90,39 +91,43 @@ class LM:
         hidden_ND = self.hidden(packed.ids_N, packed.positions_N, packed) if self.native else self._unpacked(packed)
         out = Outputs()
         if scores:
-            out.scores_S = self.value_head(hidden_ND[packed.last_S].float()).squeeze(-1)
+            out.scores_S = self._heads(hidden_ND[packed.last_S])
             return out
         hidden_TD = hidden_ND[packed.source_T]
         if logprobs:
             weight, bias = self.output_layer
             out.logprobs_T, out.entropy_T = token_logprobs(hidden_TD, weight, bias, packed.targets_T, self.head, temperature)
         if values:
-            if self.value_head is None:
-                raise ValueError("values were asked of a model without a value head; add_value_head() first")
-            out.values_T = self.value_head(hidden_TD.float()).squeeze(-1)
+            out.values_T = self._heads(hidden_TD)
         return out
+
+    def _heads(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """The value head's output [N], in the head's own precision."""
+        if self.value_head is None:
+            raise ValueError("values were asked of a model without a value head; add_value_head() first")
+        return self.value_head(hidden_ND.to(self.value_head.weight.dtype)).squeeze(-1)
 
     def _unpacked(self, packed: Packed) -> torch.Tensor:
         """Hidden states [N, D] for an architecture that cannot be packed: each sequence alone, behind its own prompt."""
         places, pieces, seen = [], [], set()
-        for s in range(len(packed.lengths)):
-            parent = int(packed.parent[s])
-            if parent < 0:
+        for s in np.argsort(-packed.lengths, kind="stable"):  # sequences without own tokens last: mostly nothing to add
+            parent, index = int(packed.parent[s]), packed.key_range(s)
+            skip = int(packed.before[s]) if parent in seen else 0  # a shared prompt's states are taken from one sequence
+            if parent < 0 or skip == len(index):
                 continue
-            index = torch.from_numpy(packed.key_range(s)).to(self.device)
-            hidden = self.module.base_model(input_ids=packed.ids_N[index][None], use_cache=False).last_hidden_state[0]
-            skip = int(packed.before[s]) if parent in seen else 0  # a shared prompt's states are taken from one of its sequences
             seen.add(parent)
-            places.append(index[skip:])
+            place = torch.from_numpy(index).to(self.device)
+            hidden = self.module.base_model(input_ids=packed.ids_N[place][None], use_cache=False).last_hidden_state[0]
+            places.append(place[skip:])
             pieces.append(hidden[skip:])
         out = pieces[0].new_zeros(len(packed), pieces[0].shape[1])
         return out.index_copy(0, torch.cat(places), torch.cat(pieces))
 
     def add_value_head(self, seed: int = 0) -> nn.Linear:
-        """A float32 linear head on the trunk, zero bias, small seeded weights: values start near 0."""
+        """A linear head on the trunk (float32, or wider like the trunk), zero bias, small seeded weights: values start near 0."""
         width = self.module.get_output_embeddings().weight.shape[1]
         generator = torch.Generator().manual_seed(seed)
-        head = nn.Linear(width, 1, dtype=torch.float32)
+        head = nn.Linear(width, 1, dtype=torch.promote_types(self.dtype, torch.float32))
         with torch.no_grad():
             head.weight.copy_(torch.randn(1, width, generator=generator) / width / 10)
             head.bias.zero_()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from verl.core.errors import ModelError
@@ -60,19 +61,23 @@ def load_lm(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: 
             lora: LoraConfig | None = None, tokenizer=None, trust_remote_code: bool = False, strict_native: bool = False) -> LM:
     """Load a causal language model directory (or hub name when online) and prove its layouts.
 
-    Dropout is left as the config says but the engines run in eval mode unless told otherwise. Raises ModelError for a
-    missing directory, remote code that was not allowed, a tokenizer with more ids than the model has rows, or (with
-    strict_native) an architecture whose packed and paged attention is not exact.
+    The module stays in eval mode: dropout in the config has no effect. Raises ModelError for a missing directory or
+    tensor, remote code that was not allowed, a tokenizer with more ids than the model has rows, or (with strict_native)
+    an architecture whose packed and paged attention is not exact.
     """
     device = torch.device(device)
     config = _check_directory(path, trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{str(path)!r} is an encoder-decoder ({config.model_type}); decoder-only models are supported")
     try:
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code,
-                                                      attn_implementation="eager")
+        module, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code, attn_implementation="eager",
+            output_loading_info=True)
     except Exception as error:
         raise ModelError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(f"{str(path)!r} lacks {len(missing)} tensors of {config.model_type}, the first is {missing[0]}; they "
+                         "would have random values. Was it saved by another kind of model, or with tied embeddings?")
     return bind(module.to(device), tokenizer or load_tokenizer(path, trust_remote_code), str(path), lora, strict_native)
 
 
@@ -80,7 +85,9 @@ def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, stri
     """Wrap a loaded transformers model (in place) as an LM: head, stop ids, adapters, proof."""
     config = module.config.get_text_config()
     rows = module.get_output_embeddings().weight.shape[0]
-    used = len(tokenizer) if tokenizer is not None else rows
+    used = len(tokenizer) if tokenizer is not None else rows  # a tokenizer may leave gaps between its ids
+    if tokenizer is not None:
+        used = max(used, max(tokenizer.get_vocab().values()) + 1)
     if used > rows:
         raise ModelError(f"{path!r}: the tokenizer has {used} ids but the model's output layer only {rows} rows; "
                          "resize the embeddings and train the new rows first")
@@ -97,16 +104,26 @@ def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, stri
 
 
 def add_lora(lm: LM, lora: LoraConfig) -> None:
-    """Inject adapters in place (B starts at zero, so the policy starts unchanged) and freeze everything else."""
+    """Inject adapters in place (B starts at zero, so the policy starts unchanged) and freeze everything else.
+
+    "all-linear" is every linear layer but the output layer; routers and stacked experts are no linear layers. Raises
+    ModelError for a target that fits nothing, or something that is no linear layer.
+    """
     from peft import LoraConfig as PeftLora
     from peft import inject_adapter_in_model
-    target = lora.target
-    if target == "all-linear":
-        head = lm.module.get_output_embeddings()
-        target = [n for n, m in lm.module.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
-        target = sorted({n.rsplit(".", 1)[-1] for n in target}) or "all-linear"
-    peft_config = PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules=target, task_type="CAUSAL_LM")
-    inject_adapter_in_model(peft_config, lm.module)
+    from peft.tuners.lora import Linear, LoraLayer
+    linear = {n: m for n, m in lm.module.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
+    target = [n for n, m in linear.items() if m is not lm.module.get_output_embeddings()]
+    peft_config = PeftLora(r=lora.rank, lora_alpha=lora.alpha,
+                           target_modules=target if lora.target == "all-linear" else lora.target,
+                           fan_in_fan_out=any(isinstance(m, Conv1D) for m in linear.values()), task_type="CAUSAL_LM")
+    try:
+        inject_adapter_in_model(peft_config, lm.module)
+    except ValueError as error:
+        raise ModelError(f"lora.target {lora.target!r} fits no module of {lm.path!r}: {error}") from error
+    for name, layer in lm.module.named_modules():
+        if isinstance(layer, LoraLayer) and not isinstance(layer, Linear):
+            raise ModelError(f"lora.target {lora.target!r} fits {name}, which is no linear layer; adapters go on linear layers")
     lm.module.verl_lora = peft_config
     for name, parameter in lm.module.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -128,10 +145,14 @@ def _check_directory(path: str | os.PathLike, trust_remote_code: bool):
     if looks_local and not (Path(text) / "config.json").is_file():
         raise ModelError(f"{text!r} is not a model directory: no config.json there"
                          + ("" if Path(text).exists() else " (the path does not exist)"))
-    if looks_local and not trust_remote_code and "auto_map" in json.loads((Path(text) / "config.json").read_text()):
-        raise ModelError(f"{text!r} carries its own Python code (auto_map); set trust_remote_code: true for this model to run it")
     try:
+        own_code = looks_local and "auto_map" in json.loads((Path(text) / "config.json").read_text("utf-8"))
+        if own_code and not trust_remote_code:
+            raise ModelError(f"{text!r} carries its own Python code (auto_map); set trust_remote_code: true for this model "
+                             "to run it")
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"cannot read a model config from {text!r}: {error}") from error
 
@@ -143,40 +164,61 @@ def export(lm: LM, directory: str | os.PathLike, tensors: dict[str, torch.Tensor
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    state = merged_state(lm, tensors)
-    config, module = lm.module.config, lm.module
-    saved, config._attn_implementation = config._attn_implementation, "sdpa"
+    state, module = merged_state(lm, tensors), lm.module
+    embedding = next(n for n, p in module.named_parameters() if p is module.get_input_embeddings().weight)
+    dtype = state[embedding].dtype  # float32 masters may be written for a bfloat16 module; saving empties `state`
+    own, module.generation_config = module.generation_config, _writable(module.generation_config, lm.stop_ids)
     try:
         module.save_pretrained(directory, state_dict=state)
     finally:
-        config._attn_implementation = saved
+        module.generation_config = own
+    _write_config(directory / "config.json", module, dtype)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(directory)
-    if lm.stop_ids and not (directory / "generation_config.json").is_file():
-        GenerationConfig(eos_token_id=list(lm.stop_ids)).save_pretrained(directory)
     return directory
+
+
+def _writable(own: GenerationConfig, stop_ids: tuple[int, ...]) -> GenerationConfig:
+    """The checkpoint's generation defaults, or only its end ids: transformers reads files that it refuses to write."""
+    try:
+        own.validate(strict=True)
+        return own
+    except ValueError:
+        return GenerationConfig(eos_token_id=list(stop_ids) or None, bos_token_id=own.bos_token_id, pad_token_id=own.pad_token_id)
+
+
+def _write_config(path: Path, module, dtype: torch.dtype) -> None:
+    """Say in config.json what was written: the tensors' own dtype, and whether the embeddings are really tied."""
+    written = json.loads(path.read_text("utf-8"))
+    written["dtype"] = str(dtype).removeprefix("torch.")
+    written["tie_word_embeddings"] = module.get_output_embeddings().weight is module.get_input_embeddings().weight
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 @torch.no_grad()
 def merged_state(lm: LM, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """The plain transformers state dict: adapters merged into copies, names as in the original checkpoint."""
-    from peft.tuners.lora import LoraLayer
-    own = dict(lm.module.state_dict(keep_vars=False))
-    if tensors:
-        own.update({n: t for n, t in tensors.items() if n in own})
-    layers = {n: m for n, m in lm.module.named_modules() if isinstance(m, LoraLayer)}
-    if not layers:
-        return own
-    out = {}
-    for name, tensor in own.items():
-        if "lora_" in name:
+    """The plain transformers state dict: adapters merged into copies, names as in the original checkpoint, a tied tensor
+    once; a value head's tensors are no part of it. Raises KeyError for any other name that the module does not have."""
+    tied = {n for n, _ in lm.module.named_parameters(remove_duplicate=False)} - {n for n, _ in lm.module.named_parameters()}
+    own = {n: t for n, t in lm.module.state_dict().items() if n not in tied}
+    for name, tensor in (tensors or {}).items():
+        if name.startswith("value_head."):
             continue
-        plain = name.replace(".base_layer.", ".")
-        if ".base_layer.weight" in name:
-            layer = layers[name.split(".base_layer.")[0]]
-            tensor = (tensor.float() + layer.get_delta_weight("default").float()).to(tensor.dtype)
-        out[plain] = tensor
-    return out
+        if name not in own:
+            raise KeyError(f"{name} is no tensor of {lm.path!r}")
+        own[name] = tensor.to(own[name].device)
+    return {n.replace(".base_layer.", "."): _merged(lm, n, own) for n in own if "lora_" not in n}
+
+
+def _merged(lm: LM, name: str, own: dict[str, torch.Tensor]) -> torch.Tensor:
+    """W + scaling * B A in float32 or wider, back in W's dtype: a copy, since low precision does not come back from a merge."""
+    weight, layer = own[name], name.removesuffix(".base_layer.weight")
+    if layer == name:
+        return weight
+    module, wide = lm.module.get_submodule(layer), torch.promote_types(weight.dtype, torch.float32)
+    a, b = (own[f"{layer}.lora_{x}.default.weight"].to(wide) for x in "AB")
+    delta = (b @ a) * module.scaling["default"]  # alpha / r, or alpha / sqrt(r) when the adapter says so
+    return (weight.to(wide) + (delta.T if module.fan_in_fan_out else delta)).to(weight.dtype)
 
 
 def get_actor_critic_from_hf(model_name: str, use_flash_attention_2: bool = False, torch_dtype: torch.dtype | str = "auto",

@@ -6,7 +6,8 @@ causal and the query segment is the tail of its key range, "bottom-right causal"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +21,9 @@ try:
 except ImportError:  # older torch: the bucketed path below serves every device
     varlen_attn = None
 
+_GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # 2.11 needs none
+_FUSED_DTYPES = (torch.bfloat16, torch.float16)
+
 
 @dataclass(slots=True)
 class _Bucket:
@@ -27,9 +31,16 @@ class _Bucket:
 
     query_BL: torch.Tensor  # int64, 0 where padded
     key_BM: torch.Tensor  # int64, 0 where padded
-    visible_BLM: torch.Tensor  # bool, causal and real
-    distance_BLM: torch.Tensor | None  # query position - key position, for windows
-    real: torch.Tensor  # flat positions of the real queries in B*L
+    position_BL: torch.Tensor  # int32, of each query among its keys
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # bool [B, L, M] by window
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """Causal within `window`; built once and shared by all layers. Padded keys lie after every real query."""
+        if window not in self.masks:
+            key_M = torch.arange(self.key_BM.shape[1], dtype=torch.int32, device=self.key_BM.device)
+            distance_BLM = self.position_BL[:, :, None] - key_M
+            self.masks[window] = distance_BLM >= 0 if window is None else (distance_BLM >= 0) & (distance_BLM < window)
+        return self.masks[window]
 
 
 class Packed:
@@ -37,63 +48,40 @@ class Packed:
 
     ids_N, positions_N: int64 [N]. source_T: packed index of the token whose hidden state predicts target t.
     targets_T: int64. last_S: packed index of each sequence's last token (only with `keep_last`; the last token of a
-    sequence predicts nothing and is not computed otherwise).
+    sequence predicts nothing and is not computed otherwise). Raises ValueError when the first token of a sequence
+    without a prompt is in the mask: nothing predicts it.
     """
 
     def __init__(self, batch: Batch, device: torch.device | str, keep_last: bool = False):
         self.device = torch.device(device)
-        prompt_lengths = np.array([len(p) for p in batch.prompts], np.int64)
-        own = batch.lengths_S if keep_last else np.maximum(batch.lengths_S - 1, 0)
-        offsets = batch.offsets
-        keep = np.ones(len(batch.ids_T), bool)
-        if not keep_last:
-            keep[offsets[1:][batch.lengths_S > 0] - 1] = False
-        lengths = np.concatenate([prompt_lengths, own])
-        self.starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        before = np.concatenate([np.zeros(len(prompt_lengths), np.int64), prompt_lengths[batch.prompt_S]])
-        self.lengths, self.before = lengths, before  # per segment: own tokens, tokens of the prompt it continues
-        self.parent = np.concatenate([np.full(len(prompt_lengths), -1), batch.prompt_S])
-        ids = np.concatenate([*batch.prompts, batch.ids_T[keep]]) if len(batch.prompts) else batch.ids_T[keep]
-        within = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], lengths)
-        self.ids_N = self._to(ids.astype(np.int64))
-        self.positions_N = self._to(within + np.repeat(before, lengths))
-        first = self.starts[len(prompt_lengths):-1]  # packed start of each sequence
-        prompt_last = self.starts[1:len(prompt_lengths) + 1] - 1
+        prompts_P = np.array([len(p) for p in batch.prompts], np.int64)
+        before_S = prompts_P[batch.prompt_S]
+        own_S = batch.lengths_S if keep_last else np.minimum(batch.lengths_S, np.maximum(batch.lengths_S - 1, before_S == 0))
+        # per segment, prompts first: own tokens, tokens of the prompt it continues, segment of that prompt
+        self.lengths = np.concatenate([prompts_P, own_S])
+        self.before = np.concatenate([np.zeros_like(prompts_P), before_S])
+        self.parent = np.concatenate([np.full_like(prompts_P, -1), batch.prompt_S])
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+        first_S = self.starts[len(prompts_P):-1]
+        prompt_last_S = (self.starts[1:len(prompts_P) + 1] - 1)[batch.prompt_S]
+
         sequence_T = batch.sequence_T
-        index = np.arange(len(batch.ids_T)) - offsets[sequence_T]
-        source = np.where(index == 0, prompt_last[batch.prompt_S][sequence_T] if len(prompt_lengths) else 0,
-                          first[sequence_T] + index - 1)
-        self.source_T = self._to(np.maximum(source, 0))
-        self.targets_T = self._to(batch.ids_T.astype(np.int64))
-        last = np.where(batch.lengths_S > 0, first + own - 1, prompt_last[batch.prompt_S] if len(prompt_lengths) else 0)
-        self.last_S = self._to(last) if keep_last else None
-        if len(batch.ids_T) and bool((batch.mask_T & (index == 0) & (before[len(prompt_lengths):][sequence_T] == 0)).any()):
+        index_T = np.arange(len(sequence_T)) - batch.offsets[sequence_T]
+        if (batch.mask_T & (index_T == 0) & (before_S[sequence_T] == 0)).any():
             raise ValueError("a sequence without a prompt has its first token in the loss; nothing predicts it: mask it out")
+        within_N = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
+        source_T = np.where(index_T == 0, prompt_last_S[sequence_T], first_S[sequence_T] + index_T - 1)
+        self.ids_N = self._to(np.concatenate([*batch.prompts, batch.ids_T[index_T < own_S[sequence_T]]]).astype(np.int64))
+        self.positions_N = self._to(within_N + np.repeat(self.before, self.lengths))
+        self.source_T = self._to(np.maximum(source_T, 0))
+        self.targets_T = self._to(batch.ids_T.astype(np.int64))
+        self.last_S = self._to(np.where(batch.lengths_S > 0, first_S + own_S - 1, prompt_last_S)) if keep_last else None
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    # -- attention ---------------------------------------------------------------------------------------------------
-
-    def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
-        """Each segment's queries over its prompt's and its own keys; differentiable, exact for every spec."""
-        fused = (varlen_attn is not None and q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16)
-                 and spec.softcap is None and spec.sinks is None and q_THD.shape[-1] == v_TKE.shape[-1])
-        return self._attend_fused(q_THD, k_TKD, v_TKE, spec) if fused else self._attend_buckets(q_THD, k_TKD, v_TKE, spec)
-
-    @cached_property
-    def _varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """Key gather index and cumulative lengths for the fused kernel; segments without tokens left out."""
-        real = np.flatnonzero(self.lengths > 0)
-        keys = [self.key_range(s) for s in real]
-        kv_lengths = (self.lengths + self.before)[real]
-        cu_q = np.concatenate([[0], np.cumsum(self.lengths[real])]).astype(np.int32)
-        cu_k = np.concatenate([[0], np.cumsum(kv_lengths)]).astype(np.int32)
-        return (self._to(np.concatenate(keys)), self._to(cu_q), self._to(cu_k),
-                int(self.lengths.max()), int(kv_lengths.max()))
 
     def key_range(self, segment: int) -> np.ndarray:
         """Packed indices of the keys of one segment: its prompt's tokens, then its own."""
@@ -103,52 +91,71 @@ class Packed:
         parent = self.parent[segment]
         return np.concatenate([np.arange(self.starts[parent], self.starts[parent + 1]), own])
 
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
+        """Each segment's queries over its prompt's and its own keys; differentiable, exact for every spec."""
+        width = q_THD.shape[-1]
+        fused = (varlen_attn is not None and q_THD.is_cuda and q_THD.dtype in _FUSED_DTYPES and spec.softcap is None
+                 and spec.sinks is None and width == v_TKE.shape[-1] and width % 8 == 0 and width <= 256)
+        return (self._attend_fused if fused else self._attend_buckets)(q_THD, k_TKD, v_TKE, spec)
+
+    @cached_property
+    def _varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """Key gather index and cumulative lengths for the fused kernel; segments without tokens left out."""
+        real = np.flatnonzero(self.lengths > 0)
+        kv_lengths = (self.lengths + self.before)[real]
+        cu_q = np.concatenate([[0], np.cumsum(self.lengths[real])]).astype(np.int32)
+        cu_k = np.concatenate([[0], np.cumsum(kv_lengths)]).astype(np.int32)
+        return (self._to(np.concatenate([self.key_range(s) for s in real])), self._to(cu_q), self._to(cu_k),
+                int(self.lengths.max()), int(kv_lengths.max()))
+
     def _attend_fused(self, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         key_index, cu_q, cu_k, max_q, max_k = self._varlen
         window = (-1, 0) if spec.window is None else (spec.window - 1, 0)
-        heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
-        return varlen_attn(q_THD.contiguous(), k_TKD[key_index], v_TKE[key_index], cu_q, cu_k, max_q, max_k,
-                           scale=spec.scale, window_size=window, **({"enable_gqa": True} if heads != kv_heads else {}))
+        return varlen_attn(q_THD.contiguous(), k_TKD[key_index], v_TKE[key_index], cu_q, cu_k, max_q, max_k, scale=spec.scale,
+                           window_size=window, **_GQA)
 
     @cached_property
-    def _buckets(self) -> list[_Bucket]:
-        """Segments grouped so that padding stays below about half of the real area."""
-        area = self.lengths * (self.lengths + self.before)
-        order = [s for s in np.lexsort((self.before, self.lengths)) if self.lengths[s] > 0]
+    def _buckets(self) -> tuple[list[_Bucket], torch.Tensor]:
+        """Segments grouped so that padding stays below about half of the real area, and where each packed token's
+        query stands among all the padded ones laid end to end."""
+        total = self.lengths + self.before
+        area = self.lengths * total
         groups: list[list[int]] = []
-        for segment in order:
+        for segment in np.lexsort((self.before, self.lengths)):
+            if self.lengths[segment] == 0:
+                continue
             if groups:
                 group = [*groups[-1], segment]
-                padded = len(group) * self.lengths[group].max() * (self.lengths + self.before)[group].max()
+                padded = len(group) * self.lengths[group].max() * total[group].max()
                 if padded <= max(1.5 * area[group].sum(), 65536):
                     groups[-1] = group
                     continue
             groups.append([segment])
-        return [self._bucket(np.array(g)) for g in groups]
+        place_N, offset, buckets = np.empty(len(self), np.int64), 0, []
+        for group in groups:
+            bucket, real_BL, query_BL = self._bucket(np.array(group))
+            buckets.append(bucket)
+            place_N[query_BL[real_BL]] = offset + np.flatnonzero(real_BL)
+            offset += query_BL.size
+        return buckets, self._to(place_N)
 
-    def _bucket(self, segments: np.ndarray) -> _Bucket:
-        length, keys = self.lengths[segments], (self.lengths + self.before)[segments]
-        l = np.arange(length.max())[None]
-        m = np.arange(keys.max())[None]
-        query = np.where(l < length[:, None], self.starts[segments][:, None] + l, 0)
-        before = self.before[segments][:, None]
+    def _bucket(self, segments: np.ndarray) -> tuple[_Bucket, np.ndarray, np.ndarray]:
+        """A bucket, with its real queries (bool [B, L]) and their packed indices."""
+        length, before, start = (a[segments][:, None] for a in (self.lengths, self.before, self.starts))
         parent_start = self.starts[np.maximum(self.parent[segments], 0)][:, None]
-        key = np.where(m < before, parent_start + m, self.starts[segments][:, None] + m - before)
-        key = np.where(m < keys[:, None], key, 0)
-        distance = (before + l)[:, :, None] - m[:, None, :]
-        visible = (distance >= 0) & (m < keys[:, None])[:, None, :]
-        return _Bucket(self._to(query), self._to(key), self._to(visible), self._to(distance),
-                       self._to(np.flatnonzero((l < length[:, None]).ravel())))
+        l, m = np.arange(length.max())[None], np.arange((length + before).max())[None]
+        query = np.where(l < length, start + l, 0)
+        key = np.where(m < before, parent_start + m, start + m - before)
+        key = np.where(m < length + before, key, 0)
+        return _Bucket(self._to(query), self._to(key), self._to((before + l).astype(np.int32))), l < length, query
 
     def _attend_buckets(self, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
-        pieces, places = [], []
-        for bucket in self._buckets:
-            visible = bucket.visible_BLM
-            if spec.window is not None:
-                visible = visible & (bucket.distance_BLM < spec.window)
-            o = masked_attention(q_THD[bucket.query_BL].transpose(1, 2), k_TKD[bucket.key_BM].transpose(1, 2),
-                                 v_TKE[bucket.key_BM].transpose(1, 2), visible, spec)
-            pieces.append(o.transpose(1, 2).flatten(0, 1)[bucket.real])
-            places.append(bucket.query_BL.flatten()[bucket.real])
-        out = torch.empty(q_THD.shape[0], q_THD.shape[1], v_TKE.shape[-1], dtype=q_THD.dtype, device=q_THD.device)
-        return out.index_copy(0, torch.cat(places), torch.cat(pieces).to(out.dtype))
+        buckets, place_N = self._buckets
+        pieces = []
+        for bucket in buckets:
+            o_BHLE = masked_attention(q_THD[bucket.query_BL].transpose(1, 2), k_TKD[bucket.key_BM].transpose(1, 2),
+                                      v_TKE[bucket.key_BM].transpose(1, 2), bucket.visible(spec.window), spec)
+            pieces.append(o_BHLE.transpose(1, 2).flatten(0, 1))
+        return torch.cat(pieces)[place_N]

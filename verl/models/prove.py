@@ -15,9 +15,7 @@ from verl.models.attention import AttentionSpec, masked_attention
 from verl.models.lm import LM, LayerKV
 from verl.models.packed import Packed
 
-# What an architecture must not have, and why the layouts cannot carry it.
-_FOREIGN_LAYERS = {"linear_attention", "conv", "mamba", "recurrent", "chunked_attention", "moe_mamba", "hybrid",
-                   "compressed_sparse_attention", "heavily_compressed_attention"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # short probes cannot vouch for any other kind
 _LENGTHS = (7, 5, 9)
 _PREFIX = 3
 
@@ -54,15 +52,16 @@ class _Cached:
 
 def foreign(config) -> str | None:
     """The first property of a config that the layouts cannot carry, in words; None when there is none."""
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if layer_types & _FOREIGN_LAYERS:
-        return f"layers of type {sorted(layer_types & _FOREIGN_LAYERS)}"
+    if other := set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYERS:
+        return f"layers of type {', '.join(sorted(other))}"
     if getattr(config, "attention_chunk_size", None):
         return "chunked attention"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "ALiBi position biases"
-    if getattr(config, "is_encoder_decoder", False):
-        return "an encoder"
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):
+        if rope.get("rope_type") == "longrope" and rope["original_max_position_embeddings"] < config.max_position_embeddings:
+            return "rotary frequencies that change with the longest sequence of a call (longrope)"
     return None
 
 
@@ -71,7 +70,9 @@ def prove(lm: LM) -> None:
     """Set lm.native (and lm.layers), or lm.why_not with the stock attention left in force."""
     module, stock = lm.module, lm.module.config._attn_implementation
     reason = foreign(lm.config)
-    if reason is None:
+    if reason is None and not all(m._can_set_attn_implementation() for m in (module, module.base_model)):
+        reason = "attention that does not go through transformers' attention interface"
+    elif reason is None:
         rng = np.random.default_rng(0)
         sequences = [rng.integers(0, lm.head.rows, n).astype(np.int32) for n in _LENGTHS]
         training = module.training
@@ -81,8 +82,8 @@ def prove(lm: LM) -> None:
         except Exception as error:  # an architecture may fail in any way here; the reason is kept and shown
             reason = f"{type(error).__name__}: {error}"
         module.train(training)
-    if reason is not None:
-        module.set_attn_implementation(stock)
+        if reason is not None:
+            module.set_attn_implementation(stock)
     lm.native, lm.why_not = reason is None, reason or ""
 
 
@@ -139,11 +140,13 @@ def _disagree(what: str, want: list[torch.Tensor], got: list[torch.Tensor], dtyp
 
 
 def _windows(lm: LM) -> str | None:
-    """Windows longer than the probe must have arrived as a keyword, layer by layer."""
-    types = getattr(lm.config, "layer_types", None)
-    if types is None or len(types) != len(lm.layers):
+    """Windows longer than the probe must have arrived as a keyword, layer by layer: a mask alone is not seen here."""
+    config, window = lm.config, getattr(lm.config, "sliding_window", None)
+    if not window or window >= lm.context:
         return None
+    every = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
+    types = getattr(config, "layer_types", None) or [every] * len(lm.layers)
     for i, (kind, layer) in enumerate(zip(types, lm.layers)):
-        if kind == "sliding_attention" and layer.window is None:
-            return f"layer {i} is declared sliding_attention but its window does not reach the attention call"
+        if kind == "sliding_attention" and layer.window != window:
+            return f"layer {i} declares a window of {window}, but the attention call was given {layer.window}"
     return None
