@@ -145,4 +145,7 @@ def token_logprobs(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: tor
         raise ValueError(f"temperature {temperature} has no log-probs; scoring needs temperature > 0")
     chunk_bytes = chunk_bytes or (1 << 30 if hidden_TD.is_cuda else 64 << 20)
     chunk = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
-    return _TokenLogprobs.apply(hidden_TD, weight_VD, bias_V, targets_T, spec, float(temperature), chunk)
+    function = _TokenLogprobs
+    if hidden_TD.is_cuda and hidden_TD.dtype in (torch.bfloat16, torch.float16):
+        from verl.models.head_fused import FusedTokenLogprobs as function  # triton exists wherever torch has a GPU
+    return function.apply(hidden_TD, weight_VD, bias_V, targets_T, spec, float(temperature), chunk)
