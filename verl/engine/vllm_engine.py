@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from packaging.version import Version
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from verl.core.errors import ConfigError, WeightsError
@@ -57,18 +57,19 @@ class vLLMEngine(RolloutEngine):
     gpu_memory_utilization: share of the device that weights and cache may take together (CPU: cache of 1 GiB, or
     VLLM_CPU_KVCACHE_SPACE). own_process: vLLM runs in a child process; with tensor_parallel_size > 1 its workers always do.
     sleep_level: 1 keeps the weights in host memory, 2 drops them (nothing can be sampled until the next load_weights).
+    max_lora_rank: of the adapters that will be sent (0: none); only they travel then, and the base stays as it was loaded.
     vLLM starts at first use, so that whoever trains can place its model first.
     """
 
     def __init__(self, model_name: str, tensor_parallel_size: int = 1, dtype: str = "auto",
                  max_num_batched_tokens: int | None = None, gpu_memory_utilization: float = 0.9,
                  max_total_tokens: int | None = None, kv_cache_dtype: str = "auto", enable_chunked_prefill: bool = True,
-                 own_process: bool = False, sleep_level: int = 1, trust_remote_code: bool = False):
+                 own_process: bool = False, sleep_level: int = 1, max_lora_rank: int = 0, trust_remote_code: bool = False):
         self.model_name, self.tensor_parallel_size, self.dtype = str(model_name), tensor_parallel_size, dtype
         self.max_num_batched_tokens, self.gpu_memory_utilization = max_num_batched_tokens, gpu_memory_utilization
         self.kv_cache_dtype, self.enable_chunked_prefill = kv_cache_dtype, enable_chunked_prefill
         self.own_process, self.sleep_level, self.trust_remote_code = own_process, sleep_level, trust_remote_code
-        self._max_total_tokens = max_total_tokens
+        self._max_total_tokens, self.max_lora_rank = max_total_tokens, max_lora_rank
         if sleep_level not in (1, 2):
             raise ConfigError(f"sleep_level is {sleep_level}; allowed: 1 (weights to host memory), 2 (weights dropped)")
         self.available, self.reason = vllm_available()
@@ -78,6 +79,7 @@ class vLLMEngine(RolloutEngine):
         self._engine = None
         self._asleep = self._loaded = False
         self._void = ""  # why nothing may be sampled; "" when all is well
+        self._adapter = None  # vLLM's request for the adapters in force
         self._told: Sampling | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -123,10 +125,11 @@ class vLLMEngine(RolloutEngine):
             shell = AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
         self._shapes = {name: tuple(p.shape) for name, p in shell.named_parameters()}
         self._rows = shell.get_input_embeddings().weight.shape[0]
+        spare = shell.get_output_embeddings().weight.shape[0] > len(self._tokenizer)
         self._choose_process(config)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.own_process else "0"
         for name, value in {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1",
-                            "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+                            "VLLM_CPU_OMP_THREADS_BIND": "nobind", **({"VLLM_USE_V2_MODEL_RUNNER": "0"} if spare else {})}.items():
             os.environ.setdefault(name, value)
         from vllm import EngineArgs, LLMEngine
         states = random.getstate(), np.random.get_state()  # vLLM seeds the whole process it starts in; the trainer's draws go on
@@ -137,9 +140,9 @@ class vLLMEngine(RolloutEngine):
             gpu_memory_utilization=self.gpu_memory_utilization, kv_cache_dtype=self.kv_cache_dtype,
             enable_chunked_prefill=self.enable_chunked_prefill, enable_prefix_caching=True, enforce_eager=not self._cuda,
             enable_sleep_mode=self._cuda, trust_remote_code=self.trust_remote_code, generation_config="vllm",
-            logprobs_mode="processed_logprobs", logits_processors=["verl.engine.vllm_worker:SpareRows"],
+            logprobs_mode="processed_logprobs", logits_processors=["verl.engine.vllm_worker:SpareRows"] * spare,
             worker_extension_cls="verl.engine.vllm_worker.Receiver", additional_config={"verl_rows": len(self._tokenizer)},
-            disable_log_stats=True)
+            disable_log_stats=True, **({"enable_lora": True, "max_lora_rank": self.max_lora_rank} if self.max_lora_rank else {}))
         with torch.random.fork_rng():
             self._engine = LLMEngine.from_engine_args(arguments)
         random.setstate(states[0])
@@ -168,8 +171,11 @@ class vLLMEngine(RolloutEngine):
         self.wake()
         self._void = f"the load of version {weights.version} did not complete"
         try:
-            held = Receipt(weights.version, *self._send(weights))
-            weights.receipt().expect(held, "vLLM")
+            sent = weights
+            if self.max_lora_rank:
+                sent = Weights(weights.version, lambda: ((n, t) for n, t in weights if "lora_" in n), weights.owner)
+            held = self._send_adapters(sent) if self.max_lora_rank else Receipt(weights.version, *self._send(sent))
+            sent.receipt().expect(held, "vLLM")
             if not self._engine.reset_prefix_cache():
                 raise WeightsError("vLLM did not drop its prefix cache; keys of older weights may not be read")
         except WeightsError:
@@ -182,8 +188,7 @@ class vLLMEngine(RolloutEngine):
     def _send(self, weights: Weights) -> tuple[int, int]:
         if not self.own_process and self.tensor_parallel_size == 1:
             return self._engine.collective_rpc("verl_receive", args=(self._checked(weights),))[0]
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=memory) as folder:
+        with _shared_folder() as folder:
             path = str(Path(folder) / "weights.safetensors")
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self._checked(weights)}, path)
             answers = self._engine.collective_rpc("verl_receive", args=(path,))
@@ -191,13 +196,39 @@ class vLLMEngine(RolloutEngine):
             raise WeightsError(f"vLLM's {len(answers)} workers hold different weights")
         return tuple(answers[0])
 
+    def _send_adapters(self, adapters: Weights) -> Receipt:
+        """Adapters as a directory in shared memory that vLLM reads at once; those of the version before are dropped."""
+        from vllm.lora.request import LoRARequest
+        settings = getattr(adapters.owner, "verl_lora", None)
+        if settings is None:
+            raise WeightsError(f"this engine was made for adapters (max_lora_rank {self.max_lora_rank}) and the weights carry none")
+        if settings.r > self.max_lora_rank:
+            raise WeightsError(f"adapters of rank {settings.r} were sent to an engine made for {self.max_lora_rank}; set its "
+                               f"max_lora_rank to {settings.r} or more")
+        with _shared_folder() as folder:
+            path = str(Path(folder) / "adapter_model.safetensors")
+            save_file({f"base_model.model.{n.replace('.default.', '.')}": t.cpu().contiguous() for n, t in adapters}, path)
+            settings.save_pretrained(folder)
+            request = LoRARequest(f"version {adapters.version}", adapters.version + 1, folder)
+            if not self._engine.add_lora(request):
+                raise WeightsError(f"vLLM did not take the adapters of version {adapters.version}")
+            written = load_file(path)
+        if self._adapter is not None:
+            self._engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = request
+        names = [n for n, _ in adapters]
+        return Weights(adapters.version, lambda: zip(names, (written[f"base_model.model.{n.replace('.default.', '.')}"]
+                                                             for n in names))).receipt()
+
     def _checked(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream, raising at the first tensor that has no place in the model, or at the end for those that lack."""
         missing = set(self._shapes)
         for name, tensor in weights:
             if self._shapes.get(name) != tuple(tensor.shape):
                 want = f"shape {self._shapes[name]}" if name in self._shapes else "no such tensor"
-                raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model, which has {want}")
+                hint = "; to send adapters, set the engine's max_lora_rank" if "lora_" in name or ".base_layer." in name else ""
+                raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model, which has {want}"
+                                   + hint)
             missing.discard(name)
             yield name, tensor
         if missing:
@@ -260,7 +291,8 @@ class vLLMEngine(RolloutEngine):
                     frequency_penalty=0.0, repetition_penalty=1.0, stop=list(s.stop) or None, ignore_eos=True,
                     stop_token_ids=[] if s.ignore_eos else list(s.stop_ids), max_tokens=s.max_tokens, min_tokens=s.min_tokens,
                     logprobs=0, prompt_logprobs=None, flat_logprobs=True, detokenize=bool(s.stop), skip_special_tokens=False,
-                    include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY))
+                    include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY),
+                    lora_request=self._adapter)
                 waiting[name] = (i, j)
         return waiting
 
@@ -269,3 +301,8 @@ class vLLMEngine(RolloutEngine):
         logprobs = np.array(out.logprobs.logprobs, np.float32)[:len(ids)]
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH}.get(out.finish_reason, Finish.ABORT)
         return Sample(ids, logprobs, np.full(len(ids), self.version, np.int32), finish, seed, stop_reason=out.stop_reason)
+
+
+def _shared_folder() -> tempfile.TemporaryDirectory:
+    """A folder in memory where the machine has one, gone with its `with` block."""
+    return tempfile.TemporaryDirectory(prefix="verl-weights-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
