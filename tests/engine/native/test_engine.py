@@ -70,6 +70,12 @@ def test_a_sample_depends_on_its_seed_alone(architecture):
     assert same(want[:2], alone)
 
 
+def test_engines_take_turns_on_one_module(llama):
+    small, large = NativeEngine(llama, CRAMPED), NativeEngine(llama)
+    want = small.generate(requests([9], n=2), FREE)
+    assert same(want, large.generate(requests([9], n=2), FREE)) and same(want, small.generate(requests([9], n=2), FREE))
+
+
 def test_every_prompt_length_up_to_the_limit(llama):
     engine = NativeEngine(llama, NativeConfig(page_size=4, max_total_tokens=24))
     lengths = range(1, 25 - 4)

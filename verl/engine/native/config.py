@@ -16,6 +16,7 @@ class NativeConfig:
     kv_tokens: int | None = option(None, "tokens of key-value cache in all; left out: kv_memory of the free memory")
     kv_memory: float = option(0.3, "share of the free memory that the key-value cache takes when kv_tokens is left out")
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = option("auto", "auto: the model's dtype; fp8 (e4m3) halves it on a GPU")
+    kv_scale: float = option(1.0, "fp8 only: keys and values are divided by this before they are stored")
     page_size: int | None = option(None, "tokens of one cache page; left out: 16 on a CPU, 64 on a GPU")
     max_sequences: int = option(512, "sequences that decode together")
     max_total_tokens: int | None = option(None, "longest prompt + response; left out: the model's context")

@@ -37,12 +37,14 @@ class NativeEngine(RolloutEngine):
         self.lm, self.config, self.shared = lm, config or NativeConfig(), shared
         self._cuda = lm.device.type == "cuda"
         self._dtype = self._cache_dtype()
+        self._scale = self.config.kv_scale if self._dtype == torch.float8_e4m3fn else 1.0
         self.page_size = self.config.page_size or (64 if self._cuda else 16)
         limit = min(self.config.max_total_tokens or lm.context, lm.context)
         self.pages = self._pages(limit)
         self.limit = min(limit, max(1, (self.pages - 2) * self.page_size))
         self.runner = self._make_runner()
-        self._awake = self._loaded = False
+        self.memory = pool.Memory(lm, (self.pages + 1) * self.page_size, self._dtype, self._scale)
+        self._loaded = False
         self._void: str | None = None  # why the held weights may not be sampled from
         self.preemptions = 0  # sequences computed again in the last generate, for want of pages
 
@@ -62,6 +64,9 @@ class NativeEngine(RolloutEngine):
         return max(1, min(tokens, most) // self.page_size)
 
     def _make_runner(self):
+        if self._cuda:
+            from verl.engine.native.gpu import GpuRunner
+            return GpuRunner(self.lm, self.config, self.page_size, self.limit)
         return PlainRunner(self.lm, self.page_size, self.config.max_sequences, self.limit)
 
     # -- weights and memory --------------------------------------------------------------------------------------------
@@ -104,16 +109,16 @@ class NativeEngine(RolloutEngine):
         return Receipt(weights.version, count, total & ((1 << 63) - 1))
 
     def sleep(self) -> None:
-        pool.detach(self.lm)
-        self._awake = False
+        if not self.memory.lasting:
+            self.runner.forget()
+        self.memory.sleep()
 
     def wake(self) -> None:
-        if not self._awake:
-            pool.attach(self.lm, (self.pages + 1) * self.page_size, self._dtype)
-            self._awake = True
+        self.memory.wake()
 
     def close(self) -> None:
-        self.sleep()
+        self.runner.forget()
+        self.memory.close()
 
     @property
     def max_total_tokens(self) -> int:
@@ -156,7 +161,8 @@ class NativeEngine(RolloutEngine):
             self.lm.module.eval()
         try:
             with torch.no_grad():
-                self.wake()
+                self.memory.wake()
+                self.memory.bind()
                 yield
         finally:
             if training:
@@ -184,7 +190,7 @@ class _Run:
 
     def all(self, cancelled: Callable[[], bool] | None) -> list[list[Sample]]:
         runner, scheduler = self.engine.runner, self.scheduler
-        runner.begin(self.sampling, self.ends)
+        runner.begin(self.sampling, self.ends, max((r.n for r in self.requests), default=1))
         flying: deque[Drawn | None] = deque()
         while scheduler.unfinished:
             if cancelled is not None and cancelled():

@@ -74,7 +74,10 @@ class PlainRunner:
         self.slots_SM = np.zeros((max_sequences + 1, width), np.int64)  # slot of token m of each sequence
         self.filled: list[tuple[list[int] | None, int]] = [(None, 0)] * (max_sequences + 1)
 
-    def begin(self, sampling: Sampling, ends: tuple[int, ...]) -> None:
+    def forget(self) -> None:
+        """The caches are about to move; this runner keeps no address of them."""
+
+    def begin(self, sampling: Sampling, ends: tuple[int, ...], members: int) -> None:
         """Settings of the requests to come; page numbers of earlier ones mean nothing any more."""
         self.sampling, self.ends = sampling, ends
         self.filled = [(None, 0)] * len(self.filled)

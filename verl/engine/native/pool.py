@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.engine.native import vmm
 from verl.models.lm import LM
 
 
@@ -50,6 +51,7 @@ class LayerPool:
 
     k: torch.Tensor
     v: torch.Tensor
+    scale: float = 1.0  # a cached number times this is the real one
 
     def __reduce_ex__(self, protocol):  # a copied or pickled module starts without a cache
         return type(None), ()
@@ -60,16 +62,50 @@ def bytes_per_token(lm: LM, dtype: torch.dtype) -> int:
     return sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in lm.layers) * dtype.itemsize
 
 
-def attach(lm: LM, slots: int, dtype: torch.dtype) -> None:
-    """Give every attention layer a cache of `slots` tokens. On a CPU untouched pages cost no memory."""
-    for layer in lm.layers:
-        kv = LayerPool(torch.empty(layer.heads, slots, layer.key_dim, dtype=dtype, device=lm.device),
-                       torch.empty(layer.heads, slots, layer.value_dim, dtype=dtype, device=lm.device))
-        kv.k[:, 0], kv.v[:, 0] = 0, 0  # padding is read with weight 0, and 0 * NaN is NaN
-        layer.module.verl_kv = kv
+class Memory:
+    """The cache of all layers, `slots` tokens each, in one piece. `lasting`: its address survives sleep."""
 
+    def __init__(self, lm: LM, slots: int, dtype: torch.dtype, scale: float):
+        self.lm, self.slots, self.dtype, self.scale = lm, slots, dtype, scale
+        self.size = slots * bytes_per_token(lm, dtype)
+        self.lasting = lm.device.type == "cuda" and vmm.driver is not None
+        self.arena = vmm.Arena(self.size, lm.device) if self.lasting else None
+        self.pools: list[LayerPool] | None = None
 
-def detach(lm: LM) -> None:
-    """Drop all caches."""
-    for layer in lm.layers:
-        layer.module.verl_kv = None
+    def wake(self) -> None:
+        """Take the memory, if it is not held. On a CPU untouched pages cost none."""
+        if self.pools is not None:
+            return
+        if self.arena is not None:
+            raw = self.arena.wake()
+        else:
+            raw = torch.empty(self.size, dtype=torch.uint8, device=self.lm.device)
+        self.pools, start = [], 0
+        for layer in self.lm.layers:
+            parts = []
+            for width in (layer.key_dim, layer.value_dim):
+                end = start + layer.heads * self.slots * width * self.dtype.itemsize
+                parts.append(raw[start:end].view(self.dtype).view(layer.heads, self.slots, width))
+                parts[-1][:, 0] = 0  # padding is read with weight 0, and 0 * NaN is NaN
+                start = end
+            self.pools.append(LayerPool(*parts, self.scale))
+
+    def bind(self) -> None:
+        """Let the attention layers use this cache; several engines may take turns on one module."""
+        for layer, kv in zip(self.lm.layers, self.pools):
+            layer.module.verl_kv = kv
+
+    def sleep(self) -> None:
+        """Give the memory back."""
+        if self.pools is None:
+            return
+        for layer in self.lm.layers:
+            layer.module.verl_kv = None
+        self.pools = None
+        if self.arena is not None:
+            self.arena.sleep()
+
+    def close(self) -> None:
+        self.sleep()
+        if self.arena is not None:
+            self.arena.close()

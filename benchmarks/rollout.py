@@ -1,0 +1,354 @@
+"""Rollout speed: output tokens per second (prefill included) and device memory, native against vLLM and transformers.
+
+    python benchmarks/rollout.py                     check the engine on this GPU, time everything missing, print the table
+    python benchmarks/rollout.py --cases q05 l8 --systems native --redo
+    python benchmarks/rollout.py --check             only the checks
+
+Random weights of the real shapes; 64 prompts x 8 samples, prompt 256, response 1024 forced, temperature 1, the sampled
+tokens' log-probs returned. Each case and system runs in a process of its own and appends one JSON object a line to
+the results file; what is there already (same case, system, metric, commit) is not run again unless --redo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from verl.core.batch import Batch
+from verl.core.types import Request, Sampling
+from verl.engine.native.config import NativeConfig
+from verl.engine.native.engine import NativeEngine
+from verl.models.load import bind
+from verl.models.packed import Packed
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "rollout.h200.jsonl"
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+SHAPES = {  # hidden, layers, heads, kv heads, intermediate, vocabulary, tied, context
+    "q05": (Qwen2Config, 896, 24, 14, 2, 4864, 151936, True, 32768),
+    "q15": (Qwen2Config, 1536, 28, 12, 2, 8960, 151936, True, 32768),
+    "l8": (LlamaConfig, 4096, 32, 32, 8, 14336, 128256, False, 8192),
+}
+
+
+def shape_config(name: str, layers: int | None = None):
+    kind, hidden, depth, heads, kv_heads, intermediate, vocabulary, tied, context = SHAPES[name]
+    return kind(hidden_size=hidden, num_hidden_layers=layers or depth, num_attention_heads=heads, num_key_value_heads=kv_heads,
+                intermediate_size=intermediate, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=context,
+                rms_norm_eps=1e-6, bos_token_id=None, eos_token_id=None, pad_token_id=None, rope_parameters=dict(_ROPE))
+
+
+def build(config, dtype=torch.bfloat16, seed: int = 0, spread: float = 1.0):
+    """A random-weight LM on the GPU; `spread` multiplies matrices so that small models do not answer uniformly."""
+    torch.manual_seed(seed)
+    with torch.device("cuda"):
+        module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        if spread != 1.0:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_(spread)
+    lm = bind(module, None)
+    assert lm.native, lm.why_not
+    return lm
+
+
+def ask(prompts: int, samples: int, length: int, vocabulary: int, seed: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [Request(str(i), rng.integers(0, vocabulary, length).astype(np.int32),
+                    tuple(int(s) for s in rng.integers(0, 2**62, samples))) for i in range(prompts)]
+
+
+# -- checks --------------------------------------------------------------------------------------------------------------
+
+def rescored_error(lm, asked, answers, temperature: float = 1.0) -> np.ndarray:
+    """|log-prob of the engine - log-prob of the training forward| of every sampled token."""
+    samples = [s for a in answers for s in a]
+    ids = np.concatenate([s.ids_L for s in samples])
+    batch = Batch(prompts=[r.prompt_ids for r in asked], prompt_S=np.repeat(np.arange(len(asked)), [r.n for r in asked]),
+                  lengths_S=np.array([len(s) for s in samples]), ids_T=ids, mask_T=np.ones(len(ids), bool),
+                  row_S=np.arange(len(samples)), group_S=np.arange(len(samples)))
+    with torch.no_grad():
+        want = lm.forward(Packed(batch, lm.device), temperature).logprobs_T.float().cpu().numpy()
+    return np.abs(want - np.concatenate([s.logprobs_L for s in samples]))
+
+
+def _tiny_configs() -> dict:
+    base = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "eos_token_id": None, "bos_token_id": None,
+            "pad_token_id": None}
+    alternate = {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"]}
+    return {
+        "llama": transformers.LlamaConfig(**base),
+        "gemma2 (window, softcap)": transformers.Gemma2Config(**base, **alternate, attn_logit_softcapping=5.0,
+                                                              final_logit_softcapping=10.0),
+        "gpt-oss (window, sinks)": transformers.GptOssConfig(**base, **alternate, num_local_experts=4, num_experts_per_tok=2,
+                                                             rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        "q05, 4 layers": shape_config("q05", layers=4),
+    }
+
+
+def same_ids(a, b) -> str:
+    pairs = [(x, y) for p, q in zip(a, b) for x, y in zip(p, q)]
+    return f"{sum(len(x) == len(y) and bool((x.ids_L == y.ids_L).all()) for x, y in pairs)}/{len(pairs)} samples equal"
+
+
+def check() -> None:
+    """Engine against the training forward, graphs against none, chunks and preemption against neither; raises if wrong."""
+    sampling = Sampling(max_tokens=100, ignore_eos=True)
+    failures = []
+    for name, config in _tiny_configs().items():
+        for dtype, mean, most in ((torch.float32, 1e-5, 1e-4), (torch.bfloat16, 0.03, 5.0)):  # bf16: a router may flip
+            fused = "q05" in name and dtype == torch.bfloat16
+            lm = build(config, dtype, spread=3.0 if "q05" not in name else 1.0)
+            asked = ask(5, 6, 150, config.vocab_size) + ask(3, 1, 70, config.vocab_size, seed=1)
+            plain = NativeEngine(lm, NativeConfig(kv_tokens=40_000, cuda_graphs=False, compile=False))
+            first = plain.generate(asked, sampling)
+            error = rescored_error(lm, asked, first)
+            graphed = NativeEngine(lm, NativeConfig(kv_tokens=40_000, compile=fused))
+            second = graphed.generate(asked, sampling)
+            third = NativeEngine(lm, NativeConfig(kv_tokens=1600, prefill_tokens=64, max_sequences=16, compile=False))
+            fourth = third.generate(asked, sampling)
+            error2 = rescored_error(lm, asked, second)
+            good = all(bool(np.isfinite(e).all()) and e.mean() <= mean and e.max() <= most for e in (error, error2))
+            why = graphed.runner.graphs.why_not
+            print(f"check {name} {str(dtype)[6:]}: |dlogp| mean {error.mean():.1e} max {error.max():.1e}; graphs"
+                  f"{fused * ' + compile'} mean {error2.mean():.1e} max {error2.max():.1e}, {same_ids(first, second)}; cramped "
+                  f"({third.preemptions} preempted) {same_ids(first, fourth)}{why and '; no graphs: ' + why}"
+                  f"{'' if good else '   <-- WRONG'}", flush=True)
+            failures += [] if good else [f"{name} {dtype}"]
+            graphed.sleep()
+            again = graphed.generate(asked, sampling)
+            if not same_ids(second, again).startswith("33/33"):
+                failures.append(f"{name} {dtype}: sleep and wake changed {same_ids(second, again)}")
+            greedy = [plain.generate(asked, Sampling(max_tokens=40, ignore_eos=True, temperature=0)) for _ in range(2)]
+            assert same_ids(*greedy).startswith("33/33"), "greedy differs between two runs"
+    if failures:
+        raise SystemExit(f"the engine is wrong on this machine: {', '.join(failures)}")
+
+
+# -- timing --------------------------------------------------------------------------------------------------------------
+
+def used_gib() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def clocked(call) -> tuple[float, object]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, out
+
+
+def tokens(answers) -> int:
+    return sum(len(s) for a in answers for s in a)
+
+
+def native_main(case: str) -> dict[str, float]:
+    lm = build(shape_config(case))
+    asked = ask(64, 8, 256, lm.head.rows)
+    engine = NativeEngine(lm, NativeConfig(kv_tokens=720_000, max_total_tokens=1280))
+    warm, _ = clocked(lambda: engine.generate(asked, Sampling(max_tokens=20, ignore_eos=True)))
+    prefill, _ = clocked(lambda: engine.generate(asked, Sampling(max_tokens=1, ignore_eos=True)))
+    seconds, answers = clocked(lambda: engine.generate(asked, Sampling(max_tokens=1024, ignore_eos=True)))
+    again, _ = clocked(lambda: engine.generate(asked, Sampling(max_tokens=1024, ignore_eos=True)))
+    gib = used_gib()
+    error = rescored_error(lm, asked[:4], answers[:4])
+    return {"tokens_per_s": tokens(answers) / min(seconds, again), "peak_gib": gib, "prefill_s": prefill, "first_call_s": warm,
+            "logp_error_mean": float(error.mean()), "logp_error_max": float(error.max())}
+
+
+def native_shapes(case: str) -> dict[str, float]:
+    """Small batches, ragged lengths, graphs off, compile off."""
+    lm = build(shape_config(case))
+    out = {}
+    engine = NativeEngine(lm, NativeConfig(kv_tokens=900_000, max_total_tokens=2560))
+    for n in (1, 8):
+        asked, sampling = ask(1, n, 256, lm.head.rows), Sampling(max_tokens=256, ignore_eos=True)
+        engine.generate(asked, sampling)
+        seconds, answers = clocked(lambda a=asked, s=sampling: engine.generate(a, s))
+        out[f"batch{n}_tokens_per_s"] = tokens(answers) / seconds
+    asked, ragged = ask(64, 8, 256, lm.head.rows), ragged_sampling(lm.head.rows)
+    engine.generate(asked, ragged)
+    seconds, answers = clocked(lambda: engine.generate(asked, ragged))
+    out.update(ragged_s=seconds, ragged_tokens_per_s=tokens(answers) / seconds)
+    fixed = Sampling(max_tokens=128, ignore_eos=True)
+    plain = {"compile": False, "cuda_graphs": False}
+    for name, settings in (("graphs_and_compile", {}), ("graphs", {"compile": False}), ("eager", plain)):
+        other = NativeEngine(lm, NativeConfig(kv_tokens=250_000, max_total_tokens=512, **settings))
+        other.generate(asked, fixed)
+        seconds, answers = clocked(lambda e=other: e.generate(asked, fixed))
+        out[f"{name}_tokens_per_s"] = tokens(answers) / seconds
+    return out
+
+
+def ragged_sampling(vocabulary: int) -> Sampling:
+    """Geometric lengths of mean 300 under near-uniform logits: a long tail, cut at 2048."""
+    ends = np.random.default_rng(5).choice(vocabulary, vocabulary // 300, replace=False)
+    return Sampling(max_tokens=2048, stop_ids=tuple(int(e) for e in ends))
+
+
+def native_long(case: str) -> dict[str, float]:
+    """8K contexts: bf16 cache with whole prompts in one pass against fp8 with chunks."""
+    lm = build(shape_config(case))
+    asked, out = ask(32, 1, 7800, lm.head.rows), {}
+    for name, settings in (("bf16", {"prefill_tokens": 1 << 20}), ("fp8", {"kv_cache_dtype": "fp8", "prefill_tokens": 8192})):
+        engine = NativeEngine(lm, NativeConfig(kv_tokens=32 * 8256, max_sequences=32, **settings))
+        engine.generate(asked[:1] * 1, Sampling(max_tokens=20, ignore_eos=True))
+        engine.generate(asked, Sampling(max_tokens=9, ignore_eos=True))
+        first, _ = clocked(lambda e=engine: e.generate(asked, Sampling(max_tokens=1, ignore_eos=True)))
+        seconds, answers = clocked(lambda e=engine: e.generate(asked, Sampling(max_tokens=257, ignore_eos=True)))
+        error = rescored_error(lm, asked[:2], answers[:2])
+        out.update({f"{name}_total_s": seconds, f"{name}_prefill_s": first, f"{name}_step_ms": (seconds - first) / 256 * 1e3,
+                    f"{name}_peak_gib": used_gib(), f"{name}_logp_error_mean": float(error.mean()),
+                    f"{name}_logp_error_max": float(error.max())})
+        engine.close()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return out
+
+
+def native_steady(case: str) -> dict[str, float]:
+    """200 calls of ragged lengths: the last 50 against the first 50."""
+    lm = build(shape_config(case))
+    engine = NativeEngine(lm, NativeConfig(kv_tokens=100_000, max_sequences=64, max_total_tokens=512))
+    times = []
+    for i in range(210):
+        asked = ask(8, 8, 32 + i % 100, lm.head.rows, seed=i)
+        ends = tuple(int(e) for e in np.random.default_rng(i).choice(lm.head.rows, lm.head.rows // 30, replace=False))
+        seconds, answers = clocked(lambda a=asked, e=ends: engine.generate(a, Sampling(max_tokens=128, stop_ids=e)))
+        times.append(seconds / max(tokens(answers), 1))
+    times = times[10:]
+    return {"steady_last50_over_first50": float(np.median(times[-50:]) / np.median(times[:50])), "peak_gib": used_gib()}
+
+
+def hf_main(case: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module = AutoModelForCausalLM.from_config(shape_config(case), attn_implementation="sdpa", dtype=torch.bfloat16).eval()
+    response = 128 if case == "l8" else 1024
+    prompts = torch.from_numpy(np.stack([r.prompt_ids for r in ask(64, 8, 256, module.config.vocab_size)]).astype(np.int64))
+    ids = prompts.repeat_interleave(8, 0).cuda()
+
+    def call(n):
+        return module.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=n,
+                               min_new_tokens=n, pad_token_id=0)
+
+    call(4)
+    seconds, out = clocked(lambda: call(response))
+    return {"tokens_per_s": (out.shape[1] - 256) * len(ids) / seconds, "peak_gib": used_gib()}
+
+
+def vllm_main(case: str) -> dict[str, float]:
+    from vllm import LLM, SamplingParams
+    with tempfile.TemporaryDirectory() as directory:
+        lm = build(shape_config(case))
+        vocabulary = lm.head.rows
+        lm.module.save_pretrained(directory)
+        del lm
+        gc.collect()
+        torch.cuda.empty_cache()
+        llm = LLM(directory, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.85, max_model_len=2560,
+                  enable_prefix_caching=True)
+        prompts = [{"prompt_token_ids": r.prompt_ids.tolist()} for r in ask(64, 8, 256, vocabulary)]
+
+        def call(**settings):
+            settings = SamplingParams(n=8, temperature=1.0, logprobs=0, detokenize=False, **settings)
+            return llm.generate(prompts, settings, use_tqdm=False)
+
+        call(max_tokens=8, ignore_eos=True)
+        seconds, out = clocked(lambda: call(max_tokens=1024, ignore_eos=True))
+        ragged = ragged_sampling(vocabulary)
+        slow, _ = clocked(lambda: call(max_tokens=2048, stop_token_ids=list(ragged.stop_ids)))
+        made = sum(len(o.token_ids) for r in out for o in r.outputs)
+        return {"tokens_per_s": made / seconds, "peak_gib": used_gib(), "ragged_s": slow}
+
+
+RUNS = {  # (case, system): what to measure
+    **{(case, "native"): native_main for case in SHAPES},
+    ("q05-shapes", "native"): native_shapes, ("q15-shapes", "native"): native_shapes,
+    ("l8-long", "native"): native_long, ("q05-steady", "native"): native_steady,
+    **{(case, "vllm"): vllm_main for case in SHAPES},
+    **{(case, "hf"): hf_main for case in SHAPES},
+}
+
+
+def unit(metric: str) -> str:
+    endings = {"tokens_per_s": "tokens/s", "_gib": "GiB", "_s": "s", "_ms": "ms", "_mean": "nats", "_max": "nats"}
+    return next((u for ending, u in endings.items() if metric.endswith(ending)), "ratio")
+
+
+def commit() -> str:
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def record(case: str, system: str, results: Path) -> None:
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "gpu": torch.cuda.get_device_name()}
+    measured = RUNS[case, system](case.split("-")[0])
+    with open(results, "a") as file:
+        for metric, value in measured.items():
+            file.write(json.dumps({"bench": "rollout", "case": case, "system": system, "metric": metric, "value": round(value, 6),
+                                   "unit": unit(metric), "commit": commit(), "date": datetime.date.today().isoformat(),
+                                   "versions": versions}) + "\n")
+            print(f"{case} {system} {metric} = {value:.6g}", flush=True)
+
+
+def table(results: Path) -> None:
+    newest = {}
+    for line in results.read_text().splitlines() if results.exists() else []:
+        row = json.loads(line)
+        newest[row["case"], row["system"], row["metric"]] = row
+    print(f"\n{'case':12} {'system':8} {'metric':30} {'value':>12}  unit       commit")
+    for (case, system, metric), row in sorted(newest.items()):
+        print(f"{case:12} {system:8} {metric:30} {row['value']:>12,.5g}  {row['unit']:10} {row['commit']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", help="q05 q15 l8 q05-shapes q15-shapes l8-long q05-steady; left out: all")
+    parser.add_argument("--systems", nargs="*", default=["native"], help="native hf vllm")
+    parser.add_argument("--check", action="store_true", help="only check")
+    parser.add_argument("--redo", action="store_true", help="run again what the results file holds")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if args.one:
+        return record(*args.one, args.results)
+    if "native" in args.systems:
+        check()
+    if args.check:
+        return
+    have = {(r["case"], r["system"], r["commit"]) for r in map(json.loads, args.results.read_text().splitlines())} \
+        if args.results.exists() else set()
+    for case, system in RUNS:
+        wanted = system in args.systems and (not args.cases or case in args.cases)
+        if wanted and (args.redo or (case, system, commit()) not in have):
+            code = subprocess.run([sys.executable, __file__, "--one", case, system, "--results", str(args.results)]).returncode
+            if code:
+                print(f"{case} {system} FAILED with exit code {code}", flush=True)
+    table(args.results)
+
+
+if __name__ == "__main__":
+    main()

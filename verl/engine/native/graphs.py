@@ -1,0 +1,97 @@
+"""CUDA graphs of the decode step for a few batch sizes, over decoder layers compiled for decoding alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from verl.engine.native.config import NativeConfig
+from verl.models.lm import LM
+
+
+def _sizes(most: int) -> list[int]:
+    """Batch sizes worth a graph: powers of two, then steps of 32; the last is the largest batch."""
+    return sorted({n for n in (1, 2, 4, 8, 16, *range(32, most, 32)) if n < most} | {most})
+
+
+class DecodeGraphs:
+    """Hands out `launch` for a batch: a graph's replay, or the step itself where graphs cannot be."""
+
+    def __init__(self, runner, config: NativeConfig):
+        self.runner, self.cuda = runner, runner.lm.device.type == "cuda"
+        self.why_not = "" if config.cuda_graphs and self.cuda else "switched off"
+        self.sizes = _sizes(config.max_sequences)
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
+        self.layers = _compiled_layers(runner.lm) if config.compile and self.cuda else []
+
+    def get(self, rows: int) -> tuple[Callable[[], None], int]:
+        """What to launch for `rows` sequences, and how many rows it works on. Resets the batch when it has to capture."""
+        runner = self.runner
+        if self.why_not or runner.filtered:
+            return lambda: self._step(rows), rows
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        key = (size, runner.sampling.temperature == 0, len(runner.banned), runner.members)
+        if key not in self.graphs:
+            runner.batch.zero_()
+            self.graphs[key] = self._capture(size)
+            if self.why_not:
+                return self.get(rows)
+        return self.graphs[key].replay, size
+
+    def drop(self) -> None:
+        """Forget all graphs: the addresses they use are about to change."""
+        self.graphs.clear()
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph | None:
+        """Warm up on a side stream, prove that the step never waits for the device, capture it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.runner.counter.zero_()
+            self._step(size)
+            self.runner.counter.zero_()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._step(size)
+            except RuntimeError as error:
+                self.why_not = f"a step of this model waits for the device: {error}"
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.current_stream().wait_stream(stream)
+        if self.why_not:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            self._step(size)
+        return graph
+
+    def _step(self, size: int) -> None:
+        with _using(self.layers):
+            self.runner.step(size)
+
+
+def _compiled_layers(lm: LM) -> list[tuple[torch.nn.Module, Callable]]:
+    """The module around each attention module with a compiled call of its own; the attention itself stays outside."""
+    modules = dict(lm.module.named_modules())
+    owners = {id(layer.module) for layer in lm.layers}
+    layers = [modules[name.rpartition(".")[0]] for name, module in modules.items() if id(module) in owners]
+    return [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
+
+
+@contextmanager
+def _using(layers: list[tuple[torch.nn.Module, Callable]]) -> Iterator[None]:
+    """Decode with the compiled calls; training finds its own again afterwards."""
+    saved = [layer._compiled_call_impl for layer, _ in layers]
+    for layer, call in layers:
+        layer._compiled_call_impl = call
+    try:
+        with torch._dynamo.config.patch(recompile_limit=64):
+            yield
+    finally:
+        for (layer, _), call in zip(layers, saved):
+            layer._compiled_call_impl = call
