@@ -25,6 +25,7 @@ from verl.models.lm import LM
 from verl.models.packed import Packed
 
 _FLOAT_COLUMNS = ("rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "advantages_T", "returns_T", "margin_S", "ref_sums_S")
+_CPU_FULL = ("not enough memory", "can't allocate memory")  # the CPU allocator's words
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class TrainEngine(BaseEngine):
         try:
             yield
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one from the CPU's allocator
-            if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in _CPU_FULL):
                 raise
             if self.optimizer is not None:
                 self.optimizer.clear()
