@@ -101,7 +101,7 @@ def test_in_its_own_process_weights_arrive_through_shared_memory(tmp_path, kind,
 
 def test_adapters_travel_alone_and_are_in_force_without_merging(tmp_path):
     lm = load_lm(tiny.model_dir(tmp_path), "float32", lora=LoraConfig(rank=4, alpha=8))
-    engine = engine_of(tmp_path, max_lora_rank=8)
+    engine = engine_of(tmp_path, max_lora_rank=4)
     try:
         asked, sampling = requests([9, 40]), Sampling(max_tokens=12)
         agree(lm, asked, engine.generate(asked, sampling), 1.0)  # B is zero: the policy as it was loaded

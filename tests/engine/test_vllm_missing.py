@@ -29,7 +29,7 @@ def test_without_vllm_the_engine_remembers_what_was_asked_and_says_what_happens(
     assert not engine.available
     assert (engine.model_name, engine.tensor_parallel_size, engine.dtype) == ("some/model", 2, "bfloat16")
     assert (engine.max_num_batched_tokens, engine.gpu_memory_utilization) == (4096, 0.8)
-    with pytest.raises(ConfigError, match="trainer.rollout: native"):
+    with pytest.raises(ConfigError, match="trainer.rollout.engine: native"):
         engine.generate([Request("a", np.array([1], np.int32), (1,))], Sampling())
     engine.sleep()
     engine.close()

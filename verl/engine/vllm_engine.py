@@ -31,6 +31,7 @@ from verl.engine.requests import check_newer, check_requests, ignored_defaults, 
 from verl.models.load import load_tokenizer, resolve_dtype, stop_ids
 
 OLDEST, BELOW = "0.24", "0.33"  # the vLLM releases this engine was run with lie in [OLDEST, BELOW)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
 
 log = logging.getLogger("verl")
 
@@ -113,7 +114,7 @@ class vLLMEngine(RolloutEngine):
 
     def _start(self) -> None:
         if not self.available:
-            raise ConfigError(f"vLLM cannot be used: {self.reason}; set trainer.rollout: native")
+            raise ConfigError(f"vLLM cannot be used: {self.reason}; set trainer.rollout.engine: native")
         config = AutoConfig.from_pretrained(self.model_name, trust_remote_code=self.trust_remote_code)
         self._tokenizer = load_tokenizer(self.model_name, self.trust_remote_code)
         try:
@@ -142,11 +143,19 @@ class vLLMEngine(RolloutEngine):
             enable_sleep_mode=self._cuda, trust_remote_code=self.trust_remote_code, generation_config="vllm",
             logprobs_mode="processed_logprobs", logits_processors=["verl.engine.vllm_worker:SpareRows"] * spare,
             worker_extension_cls="verl.engine.vllm_worker.Receiver", additional_config={"verl_rows": len(self._tokenizer)},
-            disable_log_stats=True, **({"enable_lora": True, "max_lora_rank": self.max_lora_rank} if self.max_lora_rank else {}))
+            disable_log_stats=True, **self._lora_arguments())
         with torch.random.fork_rng():
             self._engine = LLMEngine.from_engine_args(arguments)
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+    def _lora_arguments(self) -> dict[str, object]:
+        if not self.max_lora_rank:
+            return {}
+        sizes = [r for r in LORA_RANKS if r >= self.max_lora_rank]
+        if not sizes:
+            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}; vLLM holds adapters of rank {LORA_RANKS[-1]} at most")
+        return {"enable_lora": True, "max_lora_rank": sizes[0]}
 
     def _choose_process(self, config) -> None:
         """Where vLLM has no classes of its own it rewires transformers' in the process it runs in, and breaks a trainer there."""
