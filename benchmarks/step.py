@@ -6,6 +6,7 @@ Appends to results/step.h200.jsonl.
 """
 
 import argparse
+import contextlib
 import gc
 import subprocess
 import threading
@@ -52,14 +53,15 @@ class Watch:
         self.thread.join()
 
 
-def one_step(step, rollout, policy, run, sampling, clock):
+def one_step(step, rollout, policy, run, sampling, clock, sleep):
     rng = np.random.default_rng(step)
     prompts = [rng.integers(0, 150000 if policy.lm.head.rows > 150000 else 128000, PROMPT).astype(np.int32) for _ in range(PROMPTS)]
     with clock("generate"):
         rollout.load_weights(policy.weights())
         requests = [Request(str(i), p, tuple(derive_seed(step, i, j) for j in range(GROUP))) for i, p in enumerate(prompts)]
         samples = rollout.generate(requests, sampling)
-        rollout.sleep()
+        if sleep:
+            rollout.sleep()
     with clock("score"):
         groups = [Group(Task(str(i), "p"), p, s) for i, (p, s) in enumerate(zip(prompts, samples))]
         for group in groups:
@@ -76,14 +78,15 @@ def one_step(step, rollout, policy, run, sampling, clock):
     return batch.tokens, metrics
 
 
-def case(name, steps, compiled, budget):
+def case(name, steps, compiled, budget, sleep):
     gc.collect()
     torch.cuda.empty_cache()
     lm = random_lm(name)
     policy = TrainEngine(lm, 1.0, OptimConfig(lr=1e-6), 1000, token_budget=budget)
     if compiled:
         compile_for_training(lm)
-    rollout = NativeEngine(lm, NativeConfig(max_total_tokens=PROMPT + RESPONSE))
+    pages = PROMPTS * GROUP * -(-RESPONSE // 64) + PROMPTS * -(-PROMPT // 64)
+    rollout = NativeEngine(lm, NativeConfig(max_total_tokens=PROMPT + RESPONSE, kv_tokens=64 * (pages + 8)))
     run = SimpleNamespace(config=SimpleNamespace(train_batch_size=None, update_epochs=1, updates_per_step=1),
                           sampling=SimpleNamespace(max_tokens=RESPONSE))
     sampling = Sampling(max_tokens=RESPONSE, ignore_eos=True)
@@ -91,20 +94,16 @@ def case(name, steps, compiled, budget):
     for step in range(steps + 1):  # the first compiles and captures
         times = {}
 
-        class Clock:
-            def __init__(self, part):
-                self.part = part
-
-            def __enter__(self):
-                self.start = time.perf_counter()
-
-            def __exit__(self, *_):
-                torch.cuda.synchronize()
-                times[self.part] = time.perf_counter() - self.start
+        @contextlib.contextmanager
+        def clock(part, times=times):
+            begun = time.perf_counter()
+            yield
+            torch.cuda.synchronize()
+            times[part] = time.perf_counter() - begun
 
         with Watch() as watch:
             start = time.perf_counter()
-            tokens, metrics = one_step(step, rollout, policy, run, sampling, Clock)
+            tokens, metrics = one_step(step, rollout, policy, run, sampling, clock, sleep)
             times["step"] = time.perf_counter() - start
         times |= {"peak": watch.peak, "busy": float(np.mean(watch.busy)), "tokens": tokens,
                   "gap": metrics.get("sampling/sampling_logp_difference/mean", float("nan")),
@@ -125,8 +124,8 @@ def report(name, r):
                                 ("tokens_per_s", logical / r["step"], "logical tokens/s"), ("utilization", r["busy"], "%"),
                                 ("first_step_s", r["first"], "s, compilation and capture included")):
         record("step", name, "verl", metric, value, unit, "step.h200.jsonl")
-    return (f"{name:4s} step {r['step']:6.2f} s = generate {r['generate']:.2f} + score {r['score']:.2f} + credit {r['credit']:.2f} + "
-            f"train {r['train']:.2f}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   busy {r['busy']:.0f}%   |dlogp| mean "
+    return (f"{name:4s} step {r['step']:6.2f} s = generate {r['generate']:.2f} + score {r['score']:.2f} + "
+            f"credit {r['credit']:.2f} + train {r['train']:.2f}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   busy {r['busy']:.0f}%   |dlogp| mean "
             f"{r['gap']:.1e} max {r['gap_max']:.1e}   first step {r['first']:.0f} s")
 
 
@@ -136,8 +135,9 @@ def main():
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--budget", type=int, help="tokens per micro-batch")
+    p.add_argument("--sleep", action="store_true", help="give the KV pool back while training")
     args = p.parse_args()
-    table = [report(name, case(name, args.steps, not args.no_compile, args.budget)) for name in args.cases]
+    table = [report(name, case(name, args.steps, not args.no_compile, args.budget, args.sleep)) for name in args.cases]
     print("\n".join(table))
 
 

@@ -3,7 +3,7 @@
 from verl.core.registry import Table
 from verl.engine.base import BaseEngine, RolloutEngine
 
-ROLLOUTS = Table("trainer.rollout", {
+ROLLOUTS = Table("trainer.rollout.engine", {
     "native": "verl.engine.native.engine:NativeEngine",
     "hf": "verl.engine.hf_engine:HFEngine",
     "vllm": "verl.engine.vllm_engine:vLLMEngine",

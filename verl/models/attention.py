@@ -45,7 +45,7 @@ def verl_attention(module, query, key, value, attention_mask, scaling=None, slid
     """transformers' attention interface: [1, heads, T, D] tensors in, ([1, T, heads, E], None) out."""
     if verl_meta is None:
         raise RuntimeError("attention implementation 'verl' was called without verl_meta: the model's forward does not "
-                           "hand keyword arguments through to its attention layers; use rollout: hf")
+                           "hand keyword arguments through to its attention layers; use trainer.rollout.engine: hf")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     spec = AttentionSpec(float(scale), sliding_window, softcap, s_aux)
     out = verl_meta.attend(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec)

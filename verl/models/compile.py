@@ -19,5 +19,6 @@ def compile_for_training(lm: LM) -> None:
     Fuses norms, rotary embedding and gated activations; compilation happens at the first forward (cached on disk by
     torch between runs). Layers of one shape share their code.
     """
+    torch._dynamo.config.recompile_limit = 64  # layers of several kinds, train and eval, with and without gradient
     for layer in decoder_layers(lm):
         layer._compiled_call_impl = torch.compile(layer._call_impl, dynamic=True)

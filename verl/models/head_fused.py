@@ -107,9 +107,9 @@ class FusedTokenLogprobs(torch.autograd.Function):
             width = raw_TV.shape[1]
             _backward[raw_TV.shape[0], triton.cdiv(width, _BLOCK)](
                 raw_TV, targets_T[part], entropy_T[part], lse_T[part], grad_logprobs_T[part],
-                (grad_logprobs_T if grad_entropy_T is None else grad_entropy_T)[part], raw_TV.stride(0), spec.rows, width, spec.scale,
-                spec.softcap or 1.0, 1 / ctx.temperature, CAPPED=spec.softcap is not None, ENTROPY=grad_entropy_T is not None,
-                BLOCK=_BLOCK, num_warps=8)
+                (grad_logprobs_T if grad_entropy_T is None else grad_entropy_T)[part], raw_TV.stride(0), spec.rows, width,
+                spec.scale, spec.softcap or 1.0, 1 / ctx.temperature, CAPPED=spec.softcap is not None,
+                ENTROPY=grad_entropy_T is not None, BLOCK=_BLOCK, num_warps=8)
             if grad_hidden is not None:
                 torch.mm(raw_TV, weight_VD, out=grad_hidden[part])
             if grad_weight is not None:

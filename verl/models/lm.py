@@ -47,6 +47,7 @@ class LM:
     why_not: str = ""  # the reason when it is not
     layers: list[LayerKV] = field(default_factory=list)
     value_head: nn.Linear | None = None  # float32, on the last hidden state
+    score_head: nn.Linear | None = None  # the same for a reward model; no bias, as in transformers' sequence classifiers
     stop_ids: tuple[int, ...] = ()
 
     @property
@@ -85,27 +86,25 @@ class LM:
                 scores: bool = False) -> Outputs:
         """The root forward: log-probs (nats, at `temperature`), entropies and values of the T targets of a batch.
 
-        values_T[t] is the value of the state *before* target t was chosen. scores_S is the head's output on the last
-        token of each sequence (a batch packed with keep_last).
+        values_T[t] is the value of the state *before* target t was chosen. scores_S is the score head's output on the
+        last token of each sequence (a batch packed with keep_last); nothing else is computed then.
         """
         hidden_ND = self.hidden(packed.ids_N, packed.positions_N, packed) if self.native else self._unpacked(packed)
         out = Outputs()
         if scores:
-            out.scores_S = self._heads(hidden_ND[packed.last_S])
+            if self.score_head is None:
+                raise ValueError("scores were asked of a model without a score head; add_score_head() first")
+            out.scores_S = _read(self.score_head, hidden_ND[packed.last_S])
             return out
         hidden_TD = hidden_ND[packed.source_T]
         if logprobs:
             weight, bias = self.output_layer
             out.logprobs_T, out.entropy_T = token_logprobs(hidden_TD, weight, bias, packed.targets_T, self.head, temperature)
         if values:
-            out.values_T = self._heads(hidden_TD)
+            if self.value_head is None:
+                raise ValueError("values were asked of a model without a value head; add_value_head() first")
+            out.values_T = _read(self.value_head, hidden_TD)
         return out
-
-    def _heads(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """The value head's output [N], in the head's own precision."""
-        if self.value_head is None:
-            raise ValueError("values were asked of a model without a value head; add_value_head() first")
-        return self.value_head(hidden_ND.to(self.value_head.weight.dtype)).squeeze(-1)
 
     def _unpacked(self, packed: Packed) -> torch.Tensor:
         """Hidden states [N, D] for an architecture that cannot be packed: each sequence alone, behind its own prompt."""
@@ -125,20 +124,29 @@ class LM:
 
     def add_value_head(self, seed: int = 0) -> nn.Linear:
         """A linear head on the trunk (float32, or wider like the trunk), zero bias, small seeded weights: values start near 0."""
+        self.value_head = self._fresh_head(seed, bias=True)
+        return self.value_head
+
+    def add_score_head(self, seed: int = 0) -> nn.Linear:
+        """The same without a bias, which a comparison of two scores could not learn."""
+        self.score_head = self._fresh_head(seed, bias=False)
+        return self.score_head
+
+    def _fresh_head(self, seed: int, bias: bool) -> nn.Linear:
         width = self.module.get_output_embeddings().weight.shape[1]
         generator = torch.Generator().manual_seed(seed)
-        head = nn.Linear(width, 1, dtype=torch.promote_types(self.dtype, torch.float32))
+        head = nn.Linear(width, 1, bias, dtype=torch.promote_types(self.dtype, torch.float32))
         with torch.no_grad():
             head.weight.copy_(torch.randn(1, width, generator=generator) / width / 10)
-            head.bias.zero_()
-        self.value_head = head.to(self.device)
-        return self.value_head
+            if bias:
+                head.bias.zero_()
+        return head.to(self.device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named parameters of trunk and heads, tied ones once, in a stable order."""
         named = list(self.module.named_parameters())
-        if self.value_head is not None:
-            named += [(f"value_head.{n}", p) for n, p in self.value_head.named_parameters()]
+        for name, head in (("value_head", self.value_head), ("score_head", self.score_head)):
+            named += [(f"{name}.{n}", p) for n, p in head.named_parameters()] if head is not None else []
         return named
 
     @contextmanager
@@ -155,3 +163,8 @@ class LM:
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
+
+
+def _read(head: nn.Linear, hidden_ND: torch.Tensor) -> torch.Tensor:
+    """A head's output [N], in its own precision."""
+    return head(hidden_ND.to(head.weight.dtype)).squeeze(-1)

@@ -96,7 +96,7 @@ def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, stri
     lm = LM(module=module, tokenizer=tokenizer, path=path, head=head, stop_ids=stop_ids(module, tokenizer))
     prove(lm)
     if strict_native and not lm.native:
-        raise ModelError(f"{config.model_type} ({path!r}) is refused: {lm.why_not}; use trainer.rollout: hf")
+        raise ModelError(f"{config.model_type} ({path!r}) is refused: {lm.why_not}; use trainer.rollout.engine: hf")
     if lora is not None and lora.rank > 0:
         add_lora(lm, lora)
     module.eval()
@@ -198,11 +198,11 @@ def _write_config(path: Path, module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def merged_state(lm: LM, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """The plain transformers state dict: adapters merged into copies, names as in the original checkpoint, a tied tensor
-    once; a value head's tensors are no part of it. Raises KeyError for any other name that the module does not have."""
+    once; a head's tensors are no part of it. Raises KeyError for any other name that the module does not have."""
     tied = {n for n, _ in lm.module.named_parameters(remove_duplicate=False)} - {n for n, _ in lm.module.named_parameters()}
     own = {n: t for n, t in lm.module.state_dict().items() if n not in tied}
     for name, tensor in (tensors or {}).items():
-        if name.startswith("value_head."):
+        if name.startswith(("value_head.", "score_head.")):
             continue
         if name not in own:
             raise KeyError(f"{name} is no tensor of {lm.path!r}")

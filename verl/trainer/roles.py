@@ -139,6 +139,8 @@ def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, not
                                                   prefill_tokens=rollout.max_batched_tokens if rollout.chunked_prefill
                                                   else max(actor.context, rollout.max_batched_tokens)))
     if name == "vllm":
-        return ROLLOUTS[name](actor.path, tensor_parallel_size=rollout.tensor_parallel_size,
-                              max_num_batched_tokens=rollout.max_batched_tokens, gpu_memory_utilization=rollout.kv_memory)
+        return ROLLOUTS[name](actor.path, dtype=str(actor.dtype).removeprefix("torch."), kv_cache_dtype=rollout.kv_cache_dtype,
+                              tensor_parallel_size=rollout.tensor_parallel_size, enable_chunked_prefill=rollout.chunked_prefill,
+                              max_num_batched_tokens=rollout.max_batched_tokens, gpu_memory_utilization=rollout.kv_memory,
+                              max_lora_rank=config.model.actor.lora.rank)
     return ROLLOUTS[name](actor)
