@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from verl.core.errors import WeightsError
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B1
+_63 = (1 << 63) - 1
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -18,16 +18,71 @@ def checksum(tensor: torch.Tensor) -> int:
 
     One pass on the tensor's own device in wrapping 64-bit integers; the same number on CPU and GPU.
     """
-    flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(_INT[flat.element_size()])
-    total, step = 0, 1 << 24
-    for start in range(0, bits.numel(), step):
-        part = bits[start:start + step].to(torch.int64)
-        index = torch.arange(start + 1, start + 1 + part.numel(), device=part.device, dtype=torch.int64)
-        total += int(((part + 7) * (index * _ODD | 1)).sum())
-    for size in tensor.shape:
+    return fold(block_sum(tensor, (0,) * tensor.dim(), tensor.shape).item(), tensor.shape)
+
+
+def fold(total: int, shape: Sequence[int]) -> int:
+    """The checksum of a tensor of this shape whose blocks have sums that add up to `total`."""
+    for size in shape:
         total = total * 1000003 + size
-    return total & ((1 << 63) - 1)
+    total &= (1 << 64) - 1
+    return (total ^ total >> 32) & _63  # a flipped top bit must not fall away with the sign
+
+
+def block_sum(block: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """What one block of a tensor adds to its checksum: int64 [], on the block's device.
+
+    The block covers `start` onwards of a tensor of `shape`. Sums of disjoint blocks add up (mod 2**64) to the sum of the
+    whole, however it was cut: shards can be compared with slices without putting a tensor together anywhere.
+
+    Each row (last axis) is read as little-endian 8-byte words; word j of row i is multiplied with r_i + c_j, pseudo-random
+    and odd, so that every single flipped bit shows. That factor needs only the sums of rows and columns: no temporaries.
+    """
+    columns = block.shape[-1] if block.dim() else 1
+    if not block.numel():
+        return torch.zeros((), dtype=torch.int64, device=block.device)
+    rows = block.detach().reshape(-1, columns).view(_INT[block.element_size()])
+    row_ids = torch.zeros((), dtype=torch.int64, device=block.device)
+    for first, size, full in zip(start[:-1], block.shape[:-1], shape[:-1]):
+        row_ids = row_ids[..., None] * full + torch.arange(first, first + size, device=block.device)
+    row_weights = _mix(row_ids.reshape(-1), 0x3C6EF372FE94F82B) | 1
+    first, per = (start[-1] if block.dim() else 0), 8 // block.element_size()
+    head = min(columns, -first % per)  # columns before the first whole word, then whole words, then the rest
+    body = columns - (columns - head) % per
+    total = torch.zeros((), dtype=torch.int64, device=block.device)
+    for begin, end, part in ((0, head, _parts), (head, body, _words), (body, columns, _parts)):
+        if begin < end:
+            total += part(rows[:, begin:end], first + begin, row_weights)
+    return total
+
+
+def _words(rows: torch.Tensor, first: int, row_weights: torch.Tensor) -> torch.Tensor:
+    """Sum over whole 8-byte words; `first`: the column, in elements, of the first."""
+    per = 8 // rows.element_size()
+    if rows.storage_offset() % per or rows.stride(0) % per or rows.stride(1) != 1:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    words = rows.view(torch.int64)
+    ids = torch.arange(first // per, first // per + words.shape[1], device=rows.device)
+    return (words.sum(1) * row_weights).sum() + (words.sum(0) * _column_weights(ids)).sum()
+
+
+def _parts(rows: torch.Tensor, first: int, row_weights: torch.Tensor) -> torch.Tensor:
+    """The same sum for columns that do not fill a word: each element stands at its own byte of it."""
+    bits, per = 8 * rows.element_size(), 8 // rows.element_size()
+    columns = torch.arange(first, first + rows.shape[1], device=rows.device)
+    value = rows.to(torch.int64) & ((1 << bits) - 1 if bits < 64 else -1)
+    return ((value << columns % per * bits) * (row_weights[:, None] + _column_weights(columns // per))).sum()
+
+
+def _column_weights(ids: torch.Tensor) -> torch.Tensor:
+    return _mix(ids, 0x1F83D9ABFB41BD6B) & ~1
+
+
+def _mix(ids: torch.Tensor, salt: int) -> torch.Tensor:
+    """Pseudo-random int64 of an index: two rounds of multiply and shift."""
+    x = (ids + 1) * salt
+    x = (x ^ (x >> 29)) * 0x2545F4914F6CDD1D
+    return x ^ (x >> 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +122,8 @@ class Weights:
         count = total = 0
         for name, tensor in self:
             count += 1
-            total += checksum(tensor) ^ (hash_name(name) & ((1 << 63) - 1))
-        return Receipt(self.version, count, total & ((1 << 63) - 1))
+            total += checksum(tensor) ^ (hash_name(name) & _63)
+        return Receipt(self.version, count, total & _63)
 
 
 def hash_name(name: str) -> int:
