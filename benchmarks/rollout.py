@@ -6,25 +6,24 @@
 
 Random weights of the real shapes; 64 prompts x 8 samples, prompt 256, response 1024 forced, temperature 1, the sampled
 tokens' log-probs returned. Each case and system runs in a process of its own and appends one JSON object a line to
-the results file; what is there already (same case, system, metric, commit) is not run again unless --redo.
+results/rollout.h200.jsonl; a case and system that is there already is not run again unless --redo.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from shapes import RESULTS, SHAPES, random_lm, record
+from transformers import AutoModelForCausalLM
 
 from verl.core.batch import Batch
 from verl.core.types import Request, Sampling
@@ -33,34 +32,22 @@ from verl.engine.native.engine import NativeEngine
 from verl.models.load import bind
 from verl.models.packed import Packed
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "rollout.h200.jsonl"
-_ROPE = {"rope_type": "default", "rope_theta": 1e6}
-SHAPES = {  # hidden, layers, heads, kv heads, intermediate, vocabulary, tied, context
-    "q05": (Qwen2Config, 896, 24, 14, 2, 4864, 151936, True, 32768),
-    "q15": (Qwen2Config, 1536, 28, 12, 2, 8960, 151936, True, 32768),
-    "l8": (LlamaConfig, 4096, 32, 32, 8, 14336, 128256, False, 8192),
-}
+FILE = "rollout.h200.jsonl"
 
 
-def shape_config(name: str, layers: int | None = None):
-    kind, hidden, depth, heads, kv_heads, intermediate, vocabulary, tied, context = SHAPES[name]
-    return kind(hidden_size=hidden, num_hidden_layers=layers or depth, num_attention_heads=heads, num_key_value_heads=kv_heads,
-                intermediate_size=intermediate, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=context,
-                rms_norm_eps=1e-6, bos_token_id=None, eos_token_id=None, pad_token_id=None, rope_parameters=dict(_ROPE))
-
-
-def build(config, dtype=torch.bfloat16, seed: int = 0, spread: float = 1.0):
+def bound(config, dtype=torch.bfloat16, spread: float = 1.0):
     """A random-weight LM on the GPU; `spread` multiplies matrices so that small models do not answer uniformly."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device("cuda"):
         module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-        if spread != 1.0:
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    if parameter.dim() > 1:
-                        parameter.mul_(spread)
-    lm = bind(module, None)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(spread)
+    return native(bind(module, None))
+
+
+def native(lm):
     assert lm.native, lm.why_not
     return lm
 
@@ -96,7 +83,7 @@ def _tiny_configs() -> dict:
                                                               final_logit_softcapping=10.0),
         "gpt-oss (window, sinks)": transformers.GptOssConfig(**base, **alternate, num_local_experts=4, num_experts_per_tok=2,
                                                              rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-        "q05, 4 layers": shape_config("q05", layers=4),
+        "q05, 4 layers": None,
     }
 
 
@@ -112,8 +99,8 @@ def check() -> None:
     for name, config in _tiny_configs().items():
         for dtype, mean, most in ((torch.float32, 1e-5, 1e-4), (torch.bfloat16, 0.03, 5.0)):  # bf16: a router may flip
             fused = "q05" in name and dtype == torch.bfloat16
-            lm = build(config, dtype, spread=3.0 if "q05" not in name else 1.0)
-            asked = ask(5, 6, 150, config.vocab_size) + ask(3, 1, 70, config.vocab_size, seed=1)
+            lm = bound(config, dtype, spread=3.0) if config else native(random_lm("q05", dtype=dtype, layers=4))
+            asked = ask(5, 6, 150, lm.head.rows) + ask(3, 1, 70, lm.head.rows, seed=1)
             plain = NativeEngine(lm, NativeConfig(kv_tokens=40_000, cuda_graphs=False, compile=False))
             first = plain.generate(asked, sampling)
             error = rescored_error(lm, asked, first)
@@ -159,9 +146,9 @@ def tokens(answers) -> int:
 
 
 def native_main(case: str) -> dict[str, float]:
-    lm = build(shape_config(case))
+    lm = native(random_lm(case))
     asked = ask(64, 8, 256, lm.head.rows)
-    engine = NativeEngine(lm, NativeConfig(kv_tokens=720_000, max_total_tokens=1280))
+    engine = NativeEngine(lm, NativeConfig(kv_tokens=620_000, max_total_tokens=1280))
     warm, _ = clocked(lambda: engine.generate(asked, Sampling(max_tokens=20, ignore_eos=True)))
     prefill, _ = clocked(lambda: engine.generate(asked, Sampling(max_tokens=1, ignore_eos=True)))
     seconds, answers = clocked(lambda: engine.generate(asked, Sampling(max_tokens=1024, ignore_eos=True)))
@@ -174,7 +161,7 @@ def native_main(case: str) -> dict[str, float]:
 
 def native_shapes(case: str) -> dict[str, float]:
     """Small batches, ragged lengths, graphs off, compile off."""
-    lm = build(shape_config(case))
+    lm = native(random_lm(case))
     out = {}
     engine = NativeEngine(lm, NativeConfig(kv_tokens=900_000, max_total_tokens=2560))
     for n in (1, 8):
@@ -204,7 +191,7 @@ def ragged_sampling(vocabulary: int) -> Sampling:
 
 def native_long(case: str) -> dict[str, float]:
     """8K contexts: bf16 cache with whole prompts in one pass against fp8 with chunks."""
-    lm = build(shape_config(case))
+    lm = native(random_lm(case))
     asked, out = ask(32, 1, 7800, lm.head.rows), {}
     for name, settings in (("bf16", {"prefill_tokens": 1 << 20}), ("fp8", {"kv_cache_dtype": "fp8", "prefill_tokens": 8192})):
         engine = NativeEngine(lm, NativeConfig(kv_tokens=32 * 8256, max_sequences=32, **settings))
@@ -224,7 +211,7 @@ def native_long(case: str) -> dict[str, float]:
 
 def native_steady(case: str) -> dict[str, float]:
     """200 calls of ragged lengths: the last 50 against the first 50."""
-    lm = build(shape_config(case))
+    lm = native(random_lm(case))
     engine = NativeEngine(lm, NativeConfig(kv_tokens=100_000, max_sequences=64, max_total_tokens=512))
     times = []
     for i in range(210):
@@ -237,9 +224,8 @@ def native_steady(case: str) -> dict[str, float]:
 
 
 def hf_main(case: str) -> dict[str, float]:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        module = AutoModelForCausalLM.from_config(shape_config(case), attn_implementation="sdpa", dtype=torch.bfloat16).eval()
+    module = random_lm(case).module
+    module.set_attn_implementation("sdpa")
     response = 128 if case == "l8" else 1024
     prompts = torch.from_numpy(np.stack([r.prompt_ids for r in ask(64, 8, 256, module.config.vocab_size)]).astype(np.int64))
     ids = prompts.repeat_interleave(8, 0).cuda()
@@ -256,7 +242,7 @@ def hf_main(case: str) -> dict[str, float]:
 def vllm_main(case: str) -> dict[str, float]:
     from vllm import LLM, SamplingParams
     with tempfile.TemporaryDirectory() as directory:
-        lm = build(shape_config(case))
+        lm = native(random_lm(case))
         vocabulary = lm.head.rows
         lm.module.save_pretrained(directory)
         del lm
@@ -292,30 +278,18 @@ def unit(metric: str) -> str:
     return next((u for ending, u in endings.items() if metric.endswith(ending)), "ratio")
 
 
-def commit() -> str:
-    try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def run(case: str, system: str) -> None:
+    for metric, value in RUNS[case, system](case.split("-")[0]).items():
+        record("rollout", case, system, metric, value, unit(metric), FILE, gpu=torch.cuda.get_device_name())
+        print(f"{case} {system} {metric} = {value:.6g}", flush=True)
 
 
-def record(case: str, system: str, results: Path) -> None:
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "gpu": torch.cuda.get_device_name()}
-    measured = RUNS[case, system](case.split("-")[0])
-    with open(results, "a") as file:
-        for metric, value in measured.items():
-            file.write(json.dumps({"bench": "rollout", "case": case, "system": system, "metric": metric, "value": round(value, 6),
-                                   "unit": unit(metric), "commit": commit(), "date": datetime.date.today().isoformat(),
-                                   "versions": versions}) + "\n")
-            print(f"{case} {system} {metric} = {value:.6g}", flush=True)
+def rows() -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / FILE).read_text().splitlines()] if (RESULTS / FILE).exists() else []
 
 
-def table(results: Path) -> None:
-    newest = {}
-    for line in results.read_text().splitlines() if results.exists() else []:
-        row = json.loads(line)
-        newest[row["case"], row["system"], row["metric"]] = row
+def table() -> None:
+    newest = {(row["case"], row["system"], row["metric"]): row for row in rows()}
     print(f"\n{'case':12} {'system':8} {'metric':30} {'value':>12}  unit       commit")
     for (case, system, metric), row in sorted(newest.items()):
         print(f"{case:12} {system:8} {metric:30} {row['value']:>12,.5g}  {row['unit']:10} {row['commit']}")
@@ -327,27 +301,22 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=["native"], help="native hf vllm")
     parser.add_argument("--check", action="store_true", help="only check")
     parser.add_argument("--redo", action="store_true", help="run again what the results file holds")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
-    args.results.parent.mkdir(parents=True, exist_ok=True)
     if args.one:
-        return record(*args.one, args.results)
+        return run(*args.one)
     if "native" in args.systems:
         check()
-    if args.check:
-        return
-    have = {(r["case"], r["system"], r["commit"]) for r in map(json.loads, args.results.read_text().splitlines())} \
-        if args.results.exists() else set()
-    for case, system in RUNS:
+    have = {(row["case"], row["system"]) for row in rows()}
+    for case, system in [] if args.check else RUNS:
         wanted = system in args.systems and (not args.cases or case in args.cases)
-        if wanted and (args.redo or (case, system, commit()) not in have):
-            code = subprocess.run([sys.executable, __file__, "--one", case, system, "--results", str(args.results)]).returncode
+        if wanted and (args.redo or (case, system) not in have):
+            code = subprocess.run([sys.executable, __file__, "--one", case, system]).returncode
             if code:
                 print(f"{case} {system} FAILED with exit code {code}", flush=True)
-    table(args.results)
+    table()
 
 
 if __name__ == "__main__":

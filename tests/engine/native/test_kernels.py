@@ -22,12 +22,12 @@ from verl.engine.native.sampler import uniforms
 class Interpreted(NativeEngine):
     def _make_runner(self):
         runner = GpuRunner(self.lm, self.config, self.page_size, self.limit)
-        runner.programs = 10  # the interpreter runs them one by one
+        runner.programs = 4  # the interpreter runs them one by one
         return runner
 
 
 CONFIG = {"page_size": 8, "kv_tokens": 400, "max_sequences": 4, "decode_steps": 2, "prefill_tokens": 11}
-GENTLE = Sampling(max_tokens=4, ignore_eos=True)
+GENTLE = Sampling(max_tokens=3, ignore_eos=True)
 
 
 @triton.jit
@@ -44,10 +44,10 @@ def close(want, got, logprob=2e-5):
         assert np.abs(a.logprobs_L - b.logprobs_L).max() < logprob
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Gemma2", "GptOss", "GPT2"])
+@pytest.mark.parametrize("architecture", ["Gemma2", "GptOss"])
 def test_engine_on_kernels_equals_engine_on_plain_attention(architecture):
     """Shared prompts, GQA, windows, softcap, sinks, chunked prefill, results one step late."""
-    lm, asked = tiny(architecture), requests([13, 2], n=2)
+    lm, asked = tiny(architecture), requests([13], n=2)
     want = NativeEngine(lm, NativeConfig(**CONFIG)).generate(asked, GENTLE)
     close(want, Interpreted(lm, NativeConfig(**CONFIG)).generate(asked, GENTLE))
 
@@ -62,16 +62,16 @@ def test_preemption_on_the_device_leaves_no_trace():
 
 
 @pytest.mark.parametrize("sampling", [
-    Sampling(max_tokens=5, temperature=0), Sampling(max_tokens=5, temperature=0.6),
-    Sampling(max_tokens=6, min_tokens=4, stop_ids=tuple(range(0, 97, 7))), Sampling(max_tokens=5, top_k=3),
-    Sampling(max_tokens=5, top_p=0.7, min_tokens=3, stop_ids=(5, 6))], ids=["greedy", "cool", "min_tokens", "top_k", "top_p"])
+    Sampling(max_tokens=3, temperature=0), Sampling(max_tokens=3, temperature=0.6),
+    Sampling(max_tokens=4, min_tokens=2, stop_ids=tuple(range(0, 97, 4))), Sampling(max_tokens=3, top_k=3),
+    Sampling(max_tokens=3, top_p=0.7, min_tokens=2, stop_ids=(5, 6))], ids=["greedy", "cool", "min_tokens", "top_k", "top_p"])
 def test_sampling_settings_equal_the_reference_sampler(sampling):
     lm, asked = tiny("Gemma2", num_hidden_layers=1, layer_types=["sliding_attention"]), requests([3], n=3)
     close(NativeEngine(lm).generate(asked, sampling), Interpreted(lm, NativeConfig(**CONFIG)).generate(asked, sampling))
 
 
 def test_fp8_keys_and_values_stay_near(monkeypatch):
-    lm, asked = tiny("Llama"), requests([13], n=2)
+    lm, asked = tiny("Llama", num_hidden_layers=1), requests([13], n=2)
     monkeypatch.setattr(NativeEngine, "_cache_dtype", lambda self: torch.float8_e4m3fn)  # refused on a CPU, but for the interpreter
     engine = Interpreted(lm, NativeConfig(**CONFIG, kv_scale=0.5))
     answers = engine.generate(asked, GENTLE)

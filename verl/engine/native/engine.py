@@ -33,7 +33,7 @@ class NativeEngine(RolloutEngine):
     def __init__(self, lm, config: NativeConfig | None = None, shared: bool = True):
         if not lm.native:
             raise ModelError(f"the built-in engine cannot sample from {lm.path!r}: {lm.why_not or 'not proven'}; "
-                             "set trainer.rollout: hf")
+                             "set trainer.rollout.engine: hf")
         self.lm, self.config, self.shared = lm, config or NativeConfig(), shared
         self._cuda = lm.device.type == "cuda"
         self._dtype = self._cache_dtype()

@@ -26,7 +26,6 @@ from verl.models.head import shape_logits
 from verl.models.lm import LM
 
 _STATE = 8  # int32 columns of a row: prompt tokens, own tokens stored, most own tokens, seed low, seed high, unused
-_ENDS = 16  # end ids that min_tokens can ban
 _VOCABULARY_BLOCK = 4096
 _FP8 = torch.float8_e4m3fn
 
@@ -106,6 +105,7 @@ class PrefillMeta:
     tables: torch.Tensor  # int32 [2, segments, width]: pages of prompt and response
     block: int
 
+    @torch.compiler.disable
     def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         """Store the new keys and values, then attend over the pages."""
         r, kv, q = self.runner, module.verl_kv, _rows(q_THD)
@@ -142,13 +142,16 @@ class GpuRunner:
         self.state, self.last = zeros(rows, _STATE), zeros(rows, dtype=torch.int64)
         self.batch = zeros(3, rows)  # slot of each row of the batch; first row and count of each prompt item
         self.ids_B, self.positions_B = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int64)
-        self.counter, self.least, self.ends = zeros(1), zeros(1), zeros(_ENDS)
+        self.counter, self.least = zeros(1), zeros(1)
+        self.ends: dict[int, torch.Tensor] = {}  # banned ids by how many: graphs hold the addresses
         self.temperature, self.one = zeros(1, dtype=torch.float32), torch.ones(1, device=lm.device)
         self.tokens_KB = zeros(config.decode_steps, rows)
         self.logprobs_KB = zeros(config.decode_steps, rows, dtype=torch.float32)
         self.graphs = DecodeGraphs(self, config)
         self.known: dict[int, tuple[list[int], int]] = {}  # per slot: the pages list and how many of it were uploaded
         self.members = 1
+        self.group = max(1, lm.config.num_attention_heads // min(layer.heads for layer in lm.layers))
+        self.most_rows = 128 if max(max(layer.key_dim, layer.value_dim) for layer in lm.layers) <= 128 else 64
 
     def forget(self) -> None:
         """The caches are about to move: graphs hold their addresses."""
@@ -157,12 +160,12 @@ class GpuRunner:
     def begin(self, sampling: Sampling, ends: tuple[int, ...], members: int) -> None:
         """Settings of the requests to come, `members` samples a group at most; earlier page numbers mean nothing now."""
         self.sampling, self.known = sampling, {}
-        self.banned = ends[:_ENDS] if sampling.min_tokens else ()
-        self.members = min(_pow2(members), 16)
+        self.banned = ends if sampling.min_tokens else ()
+        self.members = max(1, min(_pow2(members), self.most_rows // self.group))
         self.temperature.fill_(sampling.temperature or 1.0)
         self.least.fill_(sampling.min_tokens)
-        if self.banned:
-            self.ends[:len(self.banned)] = self._upload(np.array(self.banned, np.int32))
+        banned = self._upload(np.array(self.banned, np.int32))
+        self.ends.setdefault(len(banned), banned).copy_(banned)
 
     def parts(self, size: int, kv_heads: int) -> tuple[int, int]:
         """Stretches that prompts and own tokens are cut into, so that a small batch still fills the device."""
@@ -171,7 +174,8 @@ class GpuRunner:
 
     def run(self, step: Prefill | Decode) -> Drawn | None:
         """Launch one step. None when it draws no token."""
-        return self._prefill(step) if isinstance(step, Prefill) else self._decode(step)
+        with self.graphs.compiled():
+            return self._prefill(step) if isinstance(step, Prefill) else self._decode(step)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -250,18 +254,19 @@ class GpuRunner:
         raw_BV = torch.nn.functional.linear(hidden_BD, *self.lm.output_layer)
         raw_BV = raw_BV if rows_B is None else raw_BV[rows_B]
         head, sampling, temperature, banned = self.lm.head, self.sampling, self.temperature, len(self.banned)
+        ends = self.ends[banned]
         rows, scale, softcap = head.rows, head.scale, head.softcap
         if self.filtered:
             raw_BV = self._filter(shape_logits(raw_BV, head), slot_B[:len(raw_BV)], start)
             scale, softcap, temperature, banned = 1.0, None, self.one, 0
         size, blocks = len(raw_BV), triton.cdiv(rows, _VOCABULARY_BLOCK)
         peak, total = raw_BV.new_empty(2, size, blocks, dtype=torch.float32)
-        common = {"BLOCKS": blocks, "V": _VOCABULARY_BLOCK, "STATE": _STATE, "ENDS": banned, "CAPPED": softcap is not None,
+        common = {"BLOCKS": blocks, "V": _VOCABULARY_BLOCK, "STATE": _STATE, "CAPPED": softcap is not None,
                   "START": start}
-        numbers = (raw_BV.stride(0), rows, scale, softcap or 0.0)
-        kernels.weigh[size, blocks](raw_BV, slot_B, self.state, temperature, self.least, self.ends, peak, total, *numbers,
+        numbers = (banned, raw_BV.stride(0), rows, scale, softcap or 0.0)
+        kernels.weigh[size, blocks](raw_BV, slot_B, self.state, temperature, self.least, ends, peak, total, *numbers,
                                     **common, num_warps=4)
-        kernels.pick[size,](raw_BV, slot_B, self.state, self.last, temperature, self.least, self.ends, peak, total, self.counter,
+        kernels.pick[size,](raw_BV, slot_B, self.state, self.last, temperature, self.least, ends, peak, total, self.counter,
                             ids, logprobs, *numbers, ids.shape[-1], P=_pow2(blocks), GREEDY=sampling.temperature == 0, **common,
                             num_warps=4)
 
@@ -274,7 +279,7 @@ class GpuRunner:
         if self.banned:
             early = torch.ones(len(z_BV), dtype=torch.bool, device=z_BV.device) if start else (
                 self.state[slot_B.long(), 1] + 1 < self.least)
-            z_BV[:, self.ends[:len(self.banned)].long()] -= torch.where(early, float("inf"), 0.0)[:, None]
+            z_BV[:, self.ends[len(self.banned)].long()] -= torch.where(early, float("inf"), 0.0)[:, None]
         return truncate(z_BV / self.temperature, self.sampling.top_k, self.sampling.top_p)
 
     # -- prefill -------------------------------------------------------------------------------------------------------

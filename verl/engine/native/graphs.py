@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from verl.engine.native.config import NativeConfig
-from verl.models.lm import LM
+from verl.models.compile import decoder_layers
 
 
 def _sizes(most: int) -> list[int]:
@@ -26,13 +27,14 @@ class DecodeGraphs:
         self.sizes = _sizes(config.max_sequences)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
-        self.layers = _compiled_layers(runner.lm) if config.compile and self.cuda else []
+        layers = decoder_layers(runner.lm) if config.compile and self.cuda else []
+        self.calls = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
 
     def get(self, rows: int) -> tuple[Callable[[], None], int]:
         """What to launch for `rows` sequences, and how many rows it works on. Resets the batch when it has to capture."""
         runner = self.runner
         if self.why_not or runner.filtered:
-            return lambda: self._step(rows), rows
+            return lambda: runner.step(rows), rows
         size = self.sizes[bisect_left(self.sizes, rows)]
         key = (size, runner.sampling.temperature == 0, len(runner.banned), runner.members)
         if key not in self.graphs:
@@ -52,12 +54,14 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.runner.counter.zero_()
-            self._step(size)
+            self.runner.step(size)
             self.runner.counter.zero_()
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch announces that this mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
             try:
-                self._step(size)
+                self.runner.step(size)
             except RuntimeError as error:
                 self.why_not = f"a step of this model waits for the device: {error}"
             finally:
@@ -67,31 +71,18 @@ class DecodeGraphs:
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=stream):
-            self._step(size)
+            self.runner.step(size)
         return graph
 
-    def _step(self, size: int) -> None:
-        with _using(self.layers):
-            self.runner.step(size)
-
-
-def _compiled_layers(lm: LM) -> list[tuple[torch.nn.Module, Callable]]:
-    """The module around each attention module with a compiled call of its own; the attention itself stays outside."""
-    modules = dict(lm.module.named_modules())
-    owners = {id(layer.module) for layer in lm.layers}
-    layers = [modules[name.rpartition(".")[0]] for name, module in modules.items() if id(module) in owners]
-    return [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
-
-
-@contextmanager
-def _using(layers: list[tuple[torch.nn.Module, Callable]]) -> Iterator[None]:
-    """Decode with the compiled calls; training finds its own again afterwards."""
-    saved = [layer._compiled_call_impl for layer, _ in layers]
-    for layer, call in layers:
-        layer._compiled_call_impl = call
-    try:
-        with torch._dynamo.config.patch(recompile_limit=64):
-            yield
-    finally:
-        for (layer, _), call in zip(layers, saved):
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """The decoder layers' calls for sampling; training finds its own again afterwards. Attention stays outside both."""
+        saved = [layer._compiled_call_impl for layer, _ in self.calls]
+        for layer, call in self.calls:
             layer._compiled_call_impl = call
+        try:
+            with torch._dynamo.config.patch(recompile_limit=64):
+                yield
+        finally:
+            for (layer, _), call in zip(self.calls, saved):
+                layer._compiled_call_impl = call

@@ -241,21 +241,19 @@ def feed(slot_ptr, state_ptr, last_ptr, ids_ptr, positions_ptr, counter_ptr, bat
 
 
 @triton.jit
-def _shaped(z_ptr, row, v_V, rows, head_scale, head_softcap, temperature, index, least, ends_ptr,
-            ENDS: tl.constexpr, CAPPED: tl.constexpr):
+def _shaped(z_ptr, row, v_V, rows, head_scale, head_softcap, temperature, index, least, ends_ptr, ends, CAPPED: tl.constexpr):
     """Logits / temperature in float32: head's scale and softcap, spare rows and banned ends at -inf."""
     z_V = tl.load(z_ptr + row + v_V, mask=v_V < rows, other=float("-inf")).to(tl.float32) * head_scale
     if CAPPED:
         z_V = tl.where(v_V < rows, _cap(z_V, head_softcap), float("-inf"))
-    for i in tl.static_range(ENDS):
+    for i in range(ends):
         z_V = tl.where((v_V == tl.load(ends_ptr + i)) & (index < least), float("-inf"), z_V)
     return z_V / temperature
 
 
 @triton.jit
-def weigh(z_ptr, slot_ptr, state_ptr, setting_ptr, least_ptr, ends_ptr, peak_ptr, sum_ptr, z_b, rows, head_scale, head_softcap,
-          BLOCKS: tl.constexpr, V: tl.constexpr, STATE: tl.constexpr, ENDS: tl.constexpr, CAPPED: tl.constexpr,
-          START: tl.constexpr):
+def weigh(z_ptr, slot_ptr, state_ptr, setting_ptr, least_ptr, ends_ptr, peak_ptr, sum_ptr, ends, z_b, rows, head_scale,
+          head_softcap, BLOCKS: tl.constexpr, V: tl.constexpr, STATE: tl.constexpr, CAPPED: tl.constexpr, START: tl.constexpr):
     """Program (row, block): maximum of the block's logits and the sum of exp(logit - maximum)."""
     b, block = tl.program_id(0), tl.program_id(1)
     index = 0
@@ -263,7 +261,7 @@ def weigh(z_ptr, slot_ptr, state_ptr, setting_ptr, least_ptr, ends_ptr, peak_ptr
         index = tl.load(state_ptr + tl.load(slot_ptr + b) * STATE + 1) + 1
     v_V = block * V + tl.arange(0, V)
     z_V = _shaped(z_ptr, b.to(tl.int64) * z_b, v_V, rows, head_scale, head_softcap, tl.load(setting_ptr), index,
-                  tl.load(least_ptr), ends_ptr, ENDS, CAPPED)
+                  tl.load(least_ptr), ends_ptr, ends, CAPPED)
     peak = tl.max(z_V, 0)
     tl.store(peak_ptr + b * BLOCKS + block, peak)
     tl.store(sum_ptr + b * BLOCKS + block, tl.sum(tl.exp(z_V - tl.where(peak == float("-inf"), 0.0, peak)), 0))
@@ -293,9 +291,9 @@ def _first(cumulative, weight, target, position, COUNT: tl.constexpr):
 
 @triton.jit
 def pick(z_ptr, slot_ptr, state_ptr, last_ptr, setting_ptr, least_ptr, ends_ptr, peak_ptr, sum_ptr, counter_ptr, ids_ptr,
-         logprobs_ptr, z_b, rows, head_scale, head_softcap, width,
-         BLOCKS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, STATE: tl.constexpr, ENDS: tl.constexpr, CAPPED: tl.constexpr,
-         START: tl.constexpr, GREEDY: tl.constexpr):
+         logprobs_ptr, ends, z_b, rows, head_scale, head_softcap, width,
+         BLOCKS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, STATE: tl.constexpr, CAPPED: tl.constexpr, START: tl.constexpr,
+         GREEDY: tl.constexpr):
     """Program (row): draw by inverse CDF in id order, first the block, then the id; advance the row's state."""
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
@@ -319,7 +317,7 @@ def pick(z_ptr, slot_ptr, state_ptr, last_ptr, setting_ptr, least_ptr, ends_ptr,
         block = _first(cumulative_P, weight_P, target, p_P, P)
         rest = target - tl.sum(tl.where(p_P < block, weight_P, 0.0), 0)
     z_V = _shaped(z_ptr, b.to(tl.int64) * z_b, block * V + i_V, rows, head_scale, head_softcap, tl.load(setting_ptr), index,
-                  tl.load(least_ptr), ends_ptr, ENDS, CAPPED)
+                  tl.load(least_ptr), ends_ptr, ends, CAPPED)
     if GREEDY:
         i = tl.min(tl.where(z_V == peak, i_V, V), 0)
     else:
