@@ -115,9 +115,13 @@ def test_whole_groups_stay_together_and_sequence_losses_are_weighted_once():
 
 
 def test_a_reward_model_scores_last_tokens():
-    e, batch = engine(values=True), weighted()
+    lm, batch = bind(small("llama"), None), weighted()
+    with pytest.raises(ValueError, match="add_score_head"):
+        TrainEngine(lm, 0.9).forward_backward(batch, regress, scores=True)
+    lm.add_score_head()
+    e = TrainEngine(lm, 0.9, OptimConfig(lr=0.01))
     e.forward_backward(batch, lambda x: LossOutputs((x.scores_S - 1).square(), False), scores=True)
-    assert e.lm.module.lm_head.weight.grad is None and e.lm.value_head.weight.grad.any()
+    assert e.lm.module.lm_head.weight.grad is None and e.lm.score_head.weight.grad.any()
     assert not e.step().skipped
 
 

@@ -100,7 +100,8 @@ def train(args: argparse.Namespace) -> int:
     from verl.trainer.rl_trainer import RLTrainer
     loaded = load_run(args.config, args.overrides)
     config = loaded.config
-    trainer = RLTrainer(config.trainer, RLDataLoader(config.data), config.model, resolved=dump(config, loaded.origins))
+    loader = RLDataLoader(config.data) if config.data.train is not None else None  # tasks of a mixture may have data of their own
+    trainer = RLTrainer(config.trainer, loader, config.model, resolved=dump(config, loaded.origins))
     run = trainer.train()
     if run.stopped:
         return 128 + run.stop_signal

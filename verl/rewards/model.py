@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from verl.core.errors import ConfigError
-from verl.core.types import Failed, RewardResult
+from verl.core.types import Failed, Message, RewardResult
 from verl.models.reward_model import RewardModel
 from verl.rewards.base import Item, Source, failure, results
 from verl.rewards.config import RewardSource
@@ -40,18 +40,9 @@ class ModelSource(Source):
             device=settings.device or device or "cpu", trust_remote_code=settings.trust_remote_code)
         return cls(model, settings.name, settings.timeout)
 
-    def render(self, item: Item) -> tuple[str, bool]:
-        """(text to score, whether special tokens still have to be added)."""
-        task, tokenizer = item.task, getattr(self.model, "tokenizer", None)
-        if not task.conversational:
-            return task.prompt + item.completion, True
-        messages = [*task.prompt, *item.completion]
-        if getattr(tokenizer, "chat_template", None):
-            return tokenizer.apply_chat_template(messages, tokenize=False), False
-        return "\n".join(str(message.get("content") or "") for message in messages), True
-
     def score(self, items: Sequence[Item]) -> list[RewardResult]:
-        rendered = [self.render(item) for item in items]
+        tokenizer = getattr(self.model, "tokenizer", None)
+        rendered = [render(tokenizer, item.task.prompt, item.completion) for item in items]
         out: list[RewardResult | None] = [None] * len(items)
         before = getattr(self.model, "truncated", 0)
         for special in (True, False):
@@ -91,6 +82,16 @@ class ModelSource(Source):
             except Exception as error:
                 result = failure(error)
         return result
+
+
+def render(tokenizer: Any, prompt: str | list[Message], completion: str | list[Message]) -> tuple[str, bool]:
+    """(text to score, whether special tokens still have to be added): the same when a reward model learns and judges."""
+    if isinstance(prompt, str):
+        return prompt + completion, True
+    messages = [*prompt, *completion]
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(messages, tokenize=False), False
+    return "\n".join(str(message.get("content") or "") for message in messages), True
 
 
 def _adopt(model: Any) -> Any:

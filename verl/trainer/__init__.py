@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-_LAZY = {"RLTrainer": "rl_trainer", **dict.fromkeys(("PPOTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer", "SFTTrainer"),
-                                                    "ppo_trainer")}
+_LAZY = {"RLTrainer": "rl_trainer", **dict.fromkeys(("PPOTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer", "SFTTrainer",
+                                                     "RewardTrainer"), "ppo_trainer")}
 __all__ = list(_LAZY)
 
 

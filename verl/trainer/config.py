@@ -10,6 +10,7 @@ from typing import Any
 from verl.algorithms import ALGORITHMS
 from verl.core.config import Loaded, load, option
 from verl.core.errors import ConfigError
+from verl.core.registry import Table
 from verl.data.config import DataConfig
 from verl.engine.optimizer import OptimConfig
 from verl.models.load import LoraConfig
@@ -70,8 +71,11 @@ class RolloutConfig:
             raise ConfigError("kv_memory must lie in (0, 0.95], workers and tensor_parallel_size must be at least 1")
 
 
+METHODS = Table("trainer.algorithm", {**ALGORITHMS.rows, "hybrid": "verl.trainer.tasks:Hybrid"})
+
+
 def _algo_schema(section: dict[str, Any]) -> type:
-    return ALGORITHMS[section["algorithm"]]
+    return METHODS[section["algorithm"]]
 
 
 @dataclass(slots=True)
@@ -111,7 +115,7 @@ class TrainerConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} must be at least 1 (or left out)")
         if self.algo is None:
-            self.algo = ALGORITHMS[self.algorithm]()
+            self.algo = METHODS[self.algorithm]()
 
     @property
     def samples_per_prompt(self) -> int:
@@ -120,10 +124,21 @@ class TrainerConfig:
         return 8 if self.algo.min_group > 1 else 1
 
     @property
+    def units_per_step(self) -> int:
+        """What train_batch_size counts in one step: samples, recorded answers, or pairs."""
+        per_prompt = self.samples_per_prompt if self.algo.online and self.algo.unit == "row" else 1
+        return self.rollout_batch_size * per_prompt
+
+    @property
+    def parts(self) -> list[TrainerConfig]:
+        """These settings; in a mixture, one copy for each task with the task's own values."""
+        return self.algo.split(self) if hasattr(self.algo, "split") else [self]
+
+    @property
     def updates_per_step(self) -> int:
-        """Optimizer updates one step makes: samples / train_batch_size (rounded up), times update_epochs."""
-        samples = self.rollout_batch_size * self.samples_per_prompt
-        return -(-samples // (self.train_batch_size or samples)) * self.update_epochs
+        """Optimizer updates one step makes: units / train_batch_size (rounded up), times update_epochs. A mixture makes
+        as many as its largest task needs."""
+        return max(-(-p.units_per_step // (p.train_batch_size or p.units_per_step)) for p in self.parts) * self.update_epochs
 
 
 @dataclass(slots=True)
@@ -171,7 +186,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self):
-        self.trainer.algo.check_group(self.trainer.samples_per_prompt)
+        for part in self.trainer.parts:
+            part.algo.check_group(part.samples_per_prompt)
 
 
 # Another spelling -> the one key it stands for.
@@ -189,6 +205,8 @@ ALIASES = {
     "trainer.clip_coef": "trainer.algo.clip_low",
     "trainer.vf_coef": "trainer.algo.vf_coef",
     "trainer.kl_target": "trainer.algo.kl_target",
+    "trainer.tasks": "trainer.algo.tasks",
+    "trainer.task_weights": "trainer.algo.task_weights",
     "trainer.use_flash_attn": "model.actor.use_flash_attn",
     **{f"model.{role}.class": f"model.{role}.implementation" for role in ("actor", "reference", "critic", "reward_model")},
 }

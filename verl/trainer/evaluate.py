@@ -9,10 +9,10 @@ from verl.checkpoint import store
 from verl.core.errors import CheckpointError, DataError
 from verl.core.types import Sampling, Task
 from verl.data import DataConfig, RLDataLoader
-from verl.models import export
 from verl.rewards.build import build_rewards
 from verl.rewards.scorer import Scorer
 from verl.trainer.config import RunConfig, load_run
+from verl.trainer.reward_training import export_trained
 from verl.trainer.rl_trainer import build_composition
 from verl.trainer.roles import build_rollout, load_role
 from verl.trainer.sampler import Sampler, completion_metrics
@@ -60,11 +60,14 @@ def _nothing(completions, **_) -> list[None]:
 
 
 def export_checkpoint(directory: Path, out: Path) -> Path:
-    """The policy of a run's newest whole checkpoint as a model directory. Raises CheckpointError when there is none."""
+    """What a run's newest whole checkpoint trains (a policy, a reward model), as a model directory. Raises CheckpointError
+    when there is none."""
     found = store.newest(directory / "checkpoints")
     if found is None:
         raise CheckpointError(f"{directory} holds no whole checkpoint; give a run directory (trainer.output_dir)")
     config = load_run(directory / "config.yaml").config
     lm = load_role(config.model.actor, "actor", [], lora=config.model.actor.lora)
     own = {n: t for n, t in found.tensors("policy").items() if n.startswith("working.")}
-    return export(lm, out, {n.removeprefix("working."): t for n, t in own.items()})
+    if any(part.algo.needs_scores for part in config.trainer.parts):
+        lm.add_score_head()
+    return export_trained(lm, config.trainer.algo, out, {n.removeprefix("working."): t for n, t in own.items()})

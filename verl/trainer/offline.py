@@ -15,9 +15,14 @@ from verl.core.types import Task
 from verl.data.chat import encode_answer
 from verl.data.config import DataConfig
 from verl.engine.train import TrainEngine
+from verl.trainer.reward_training import encode_pair
 from verl.trainer.rl import UpdateLog, reduce_into
 from verl.trainer.roles import Reference
 from verl.trainer.run import Run
+
+# What each method learns from (data.kind_of): by name, else by what its batches are made of.
+KINDS = {"sft": ("completion", "language", "preference"), "kto": ("unpaired", "preference"), "group": ("preference",),
+         "row": ("completion", "language", "unpaired", "preference")}
 
 
 def train(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference | None) -> None:
@@ -29,7 +34,7 @@ def train(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference 
         if ref is not None:
             batch.ref_logprobs_T = run.verb("reference", ref.logprobs, batch)
         metrics = run.verb("update", update, run, batch, algo, policy, ref)
-        metrics["rows_dropped"] = len(rows) * rows_per_task(algo, rows) - len(batch)
+        metrics["rows_dropped"] = rows_of(algo, rows) - len(batch)
         run.report_step(step, [], batch, metrics, policy)
         evaluate(run, tasks, algo, policy, ref, step)
         run.save_if_due(step, tasks, policy, None, algo)
@@ -39,20 +44,23 @@ def train(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference 
 def update(run: Run, batch: Batch, algo: Algorithm, policy: TrainEngine, ref: Reference | None) -> dict[str, float]:
     """Optimizer updates of one step, each over whole units (a pair is never cut)."""
     log = UpdateLog()
-    size = run.config.train_batch_size or run.config.rollout_batch_size
-    for mini in batch.split(-(-run.config.rollout_batch_size // size), unit=algo.unit):
-        reduce_into(mini, algo, run.sampling.max_tokens)
-        metrics = policy.forward_backward(mini, algo.loss, algo.unit, context(mini, algo, policy, ref), scores=algo.needs_scores)
-        log.add(metrics, policy.step())
+    for _ in range(run.config.update_epochs):
+        for mini in batch.split(run.config.updates_per_step // run.config.update_epochs, unit=algo.unit):
+            reduce_into(mini, algo, run.sampling.max_tokens)
+            numbers = context(mini, algo, policy, ref)
+            metrics = policy.forward_backward(mini, algo.loss, algo.unit, numbers, scores=algo.needs_scores)
+            log.add(metrics, policy.step())
     return log.result()
 
 
 def context(batch: Batch, algo: Algorithm, policy: TrainEngine, ref: Reference | None) -> dict[str, float]:
-    """What the loss needs to know about the whole optimizer batch: KTO's reference point, from mismatched answers."""
-    if not getattr(algo, "needs_logprob_sums", False):
+    """What the loss needs to know about the whole optimizer batch: KTO's reference point, from mismatched answers, or
+    from the batch itself when the policy sampled it."""
+    if not algo.needs_logprob_sums:
         return algo.prepare(batch)
-    others = mismatched(batch)
-    others.ref_logprobs_T = ref.logprobs(others)
+    others = batch if algo.online else mismatched(batch)
+    if others.ref_logprobs_T is None:
+        others.ref_logprobs_T = ref.logprobs(others)
     logprobs_T = np.where(others.mask_T, policy.logprobs(others), 0.0)
     return algo.prepare(others, np.bincount(others.sequence_T, logprobs_T, len(others)))
 
@@ -62,39 +70,42 @@ def mismatched(batch: Batch) -> Batch:
     return replace(batch, prompt_S=np.roll(batch.prompt_S, -1), label_S=np.zeros(len(batch), np.int8), ref_logprobs_T=None)
 
 
-@torch.no_grad()
 def evaluate(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference | None, step: int) -> None:
     """The loss and metrics on held-out rows, when due."""
-    every = run.config.eval.every
-    due = (step == 0 and run.step == 0) or (step and every and step % every == 0) or step == run.total
-    if not run.eval_tasks or not due or run.stopped:
-        return
-    batch = pack_answers(run.eval_tasks, policy.lm.tokenizer, tasks.config, algo, policy.lm.context)
+    if run.eval_tasks and run.eval_due(step):
+        run.report.log(step, eval_metrics(run.eval_tasks, tasks.config, algo, policy, ref, run.sampling.max_tokens))
+
+
+@torch.no_grad()
+def eval_metrics(rows: Sequence[Task], data: DataConfig, algo: Algorithm, policy: TrainEngine, ref: Reference | None,
+                 max_tokens: int) -> dict[str, float]:
+    """The loss and its metrics on these rows under the present weights, with prefix eval_."""
+    batch = pack_answers(rows, policy.lm.tokenizer, data, algo, policy.lm.context)
     if ref is not None:
         batch.ref_logprobs_T = ref.logprobs(batch)
-    reduce_into(batch, algo, run.sampling.max_tokens)
+    reduce_into(batch, algo, max_tokens)
     metrics = policy.forward_backward(batch, algo.loss, algo.unit, context(batch, algo, policy, ref), scores=algo.needs_scores)
-    run.report.log(step, {f"eval_{k}": v for k, v in metrics.items()})
+    return {f"eval_{k}": v for k, v in metrics.items()}
 
 
-def rows_per_task(algo: Algorithm, tasks: Sequence[Task]) -> int:
-    return 2 if algo.unit == "group" else 1
+def rows_of(algo: Algorithm, tasks: Sequence[Task]) -> int:
+    """Sequences that these tasks contribute when none is dropped."""
+    return sum(len(_answers(task, algo)) for task in tasks)
 
 
 def pack_answers(tasks: Sequence[Task], tokenizer, data: DataConfig, algo: Algorithm, context: int) -> Batch:
     """Recorded answers as a batch: one sequence a row, two (chosen, rejected) a pair, prompts shared.
 
-    Units with a sequence longer than `context` tokens are dropped whole. Raises DataError when a task is of the wrong
-    kind for the algorithm, or nothing is left.
+    Units with a sequence longer than `context` tokens are dropped whole. Raises DataError when nothing is left.
     """
     prompts, ids, masks, owner, labels, margins = [], [], [], [], [], []
     for task in tasks:
-        answers = _answers(task, algo)
-        encoded = [encode_answer(tokenizer, task, answer, data) for answer, _ in answers]
-        if any(len(p) + len(a) > context for p, a, _ in encoded):
+        prompt_ids, answers = (encode_pair(tokenizer, task) if algo.needs_scores
+                               else _encode(tokenizer, task, _answers(task, algo), data))
+        if any(len(prompt_ids) + len(a) > context for a, _, _ in answers):
             continue
-        prompts.append(encoded[0][0])
-        for (_, answer_ids, mask), (_, label) in zip(encoded, answers):
+        prompts.append(prompt_ids)
+        for answer_ids, mask, label in answers:
             ids.append(answer_ids)
             masks.append(mask)
             labels.append(label)
@@ -112,15 +123,16 @@ def pack_answers(tasks: Sequence[Task], tokenizer, data: DataConfig, algo: Algor
 
 
 def _answers(task: Task, algo: Algorithm) -> list[tuple[object, int | None]]:
-    """(answer, label) of every sequence the task contributes."""
-    if algo.unit == "group":
-        if task.chosen is None or task.rejected is None:
-            raise DataError(f"task {task.id}: {algo.name} learns from pairs, but the row has no chosen and rejected answer")
-        return [(task.chosen, 1), (task.rejected, -1)]
+    """(answer, label) of every sequence the task contributes; likelihood methods learn the chosen answer of a pair."""
+    if task.chosen is not None:
+        labelled = algo.unit == "group" or algo.name == "kto"
+        return [(task.chosen, 1), (task.rejected, -1)] if labelled else [(task.chosen, None)]
     if task.completion is None:
-        raise DataError(f"task {task.id}: {algo.name} learns from answers, but the row has no completion")
-    if algo.name == "kto":
-        if task.label is None:
-            raise DataError(f"task {task.id}: kto learns from labelled answers, but the row has no label")
-        return [(task.completion, 1 if task.label else -1)]
-    return [(task.completion, None)]
+        raise DataError(f"task {task.id}: {algo.name} learns from answers, but the row has none")
+    return [(task.completion, (1 if task.label else -1) if algo.name == "kto" else None)]
+
+
+def _encode(tokenizer, task: Task, answers, data: DataConfig) -> tuple[np.ndarray, list]:
+    """(prompt ids, [(answer ids, mask, label)])."""
+    encoded = [(encode_answer(tokenizer, task, answer, data), label) for answer, label in answers]
+    return encoded[0][0][0], [(ids, mask, label) for (_, ids, mask), label in encoded]

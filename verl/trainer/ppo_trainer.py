@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from verl.algorithms import ALGORITHMS
+from verl.algorithms.base import Algorithm
 from verl.core.errors import ConfigError
 from verl.core.types import Task
 from verl.data import DataConfig, RLDataLoader
 from verl.engine.base import RolloutEngine
-from verl.models import LM, export
+from verl.models import LM
 from verl.trainer.config import ALIASES, RunConfig, load_run
+from verl.trainer.online_preference import by_data
+from verl.trainer.reward_training import export_trained
 from verl.trainer.rl_trainer import build_composition, dump_config, fit, manifest
-from verl.trainer.roles import Roles, build_roles
+from verl.trainer.roles import Roles, build_roles, build_rollout
 from verl.trainer.run import Run
 
 
@@ -58,20 +61,13 @@ class PPOTrainer:
             if isinstance(value, (str, Path)):
                 sections["model"][role] = {"model_name_or_path": str(value)}
         self.config: RunConfig = load_run(data=sections).config
-        algo = self.config.trainer.algo
+        self._algo, self._resolved = self.config.trainer.algo, dump_config(self.config)
         self.sources = [s for s in (reward_model, reward_fn, reward_fns) if s is not None]
         self.sources = [x for s in self.sources for x in (s if isinstance(s, (list, tuple)) else [s])]
-        if critic is not None and not algo.needs_critic:
-            unused.append("critic")
-        if ref_model is not None and not algo.needs_reference:
-            unused.append("ref_model")
-        if not algo.online:
-            unused += [n for n, v in (("rewards", self.sources or None), ("rollout_engine", rollout_engine)) if v is not None]
-        if unused:
-            print(f"verl: {self.algorithm} does not use {', '.join(unused)}", flush=True)
+        self._has_reference = ref_model is not None
         self._given = {"actor": actor if isinstance(actor, LM) else None, "critic": critic,
                        "reference": ref_model if isinstance(ref_model, LM) else None, "rollout": rollout_engine}
-        self._tokenizer, self._roles, self._epochs, self._step = tokenizer, None, 0, 0
+        self._tokenizer, self._roles, self._epochs, self._step, self._unused = tokenizer, None, 0, 0, unused
 
     def _applicable(self, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Settings split into those this algorithm has and the names of those only others have."""
@@ -90,28 +86,47 @@ class PPOTrainer:
     def train_epoch(self, dataset: Any) -> dict[str, float]:
         """One pass over a dataset, a path, or a list of dicts. Returns the last step's metrics."""
         loader = RLDataLoader(dataset, config=DataConfig())
+        algo, line = by_data(self._algo, loader.prompts)
+        self.config.trainer.algo = algo
+        if self._roles is None:
+            self._say_unused(algo)
+        print(f"verl: {line}", flush=True)
         roles = self._build(len(loader))
         for line in loader.bind(roles.policy.lm.tokenizer, self.config.trainer.seed):
             print(f"verl: {line}", flush=True)
         loader.position = self._epochs * len(loader)
-        composition = None
-        if self.config.trainer.algo.online:
-            composition = build_composition(self.config, self.sources or None)
-            composition.check(list(loader.prompts))
+        compositions = {}
+        if algo.online:
+            compositions[""] = build_composition(self.config, self.sources or None)
+            compositions[""].check(list(loader.prompts))
         last = _Last()
         steps = math.ceil(len(loader) / self.config.trainer.rollout_batch_size)
         run = Run(self.config, self._step + steps, callbacks=[last], stop_ids=roles.policy.lm.stop_ids, start=self._step,
-                  resolved=dump_config(self.config), manifest=manifest(self.config, loader))
+                  resolved=self._resolved, manifest=manifest(self.config, loader))
         with run:
             for line in self._notes:
                 run.report.note(f"verl: {line}")
-            fit(run, _Epoch(loader), roles, composition)
+            fit(run, _Epoch(loader), roles, compositions)
         self._step, self._epochs = run.step, self._epochs + 1
         if run.stopped:
             raise KeyboardInterrupt
         return last.metrics
 
+    def _say_unused(self, algo: Algorithm) -> None:
+        """Name the settings and arguments that do not apply to this method, in one line."""
+        given, unused = self._given, list(self._unused)
+        if given["critic"] is not None and not algo.needs_critic:
+            unused.append("critic")
+        if self._has_reference and not algo.needs_reference:
+            unused.append("ref_model")
+        if not algo.online:
+            unused += [n for n, v in (("rewards", self.sources), ("rollout_engine", given["rollout"])) if v]
+        if unused:
+            print(f"verl: {self.algorithm} does not use {', '.join(unused)}", flush=True)
+
     def _build(self, prompts: int) -> Roles:
+        if self._roles is not None and self.config.trainer.algo.online and self._roles.rollout is None:
+            self._roles.rollout = build_rollout(self.config, self._roles.policy.lm, self._given["rollout"], self._notes)
         if self._roles is None:
             self._notes: list[str] = []
             steps = self.config.trainer.steps or math.ceil(prompts / self.config.trainer.rollout_batch_size)
@@ -121,13 +136,13 @@ class PPOTrainer:
         return self._roles
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write the policy as a model directory that transformers loads. Raises ConfigError before any training."""
+        """Write what is trained (a policy, a reward model) as a model directory. Raises ConfigError before any training."""
         if self._roles is None:
             raise ConfigError("save_checkpoint: nothing is trained yet; call train_epoch first")
         policy = self._roles.policy
         with contextlib.suppress(FileNotFoundError):
             Path(path).rmdir()
-        return export(policy.lm, path, policy.exported())
+        return export_trained(policy.lm, self._algo, Path(path), policy.exported())
 
 
 class _Last:
@@ -153,12 +168,18 @@ class SFTTrainer(PPOTrainer):
 
 
 class DPOTrainer(PPOTrainer):
-    """Direct preference optimisation on recorded pairs."""
+    """Direct preference optimisation: on recorded pairs, or on pairs of its own answers when the data are prompts."""
 
     algorithm = "dpo"
 
 
 class KTOTrainer(PPOTrainer):
-    """KTO on recorded, labelled answers."""
+    """KTO on recorded, labelled answers, or on its own answers when the data are prompts."""
 
     algorithm = "kto"
+
+
+class RewardTrainer(PPOTrainer):
+    """A reward model from preference pairs; `save_checkpoint` writes a directory that RewardModel loads."""
+
+    algorithm = "reward_model"

@@ -31,7 +31,8 @@ def encode_pair(tokenizer, task: Task) -> tuple[np.ndarray, list[tuple[np.ndarra
     room = max(min(len(chosen), len(rejected)) - 1, 0)
     same = chosen[:room] == rejected[:room]
     shared = room if same.all() else int(np.argmin(same))
-    return chosen[:shared], [(ids[shared:], np.ones(len(ids) - shared, bool), label) for ids, label in ((chosen, 1), (rejected, -1))]
+    own = [(ids[shared:], label) for ids, label in ((chosen, 1), (rejected, -1))]
+    return chosen[:shared], [(ids, np.ones(len(ids), bool), label) for ids, label in own]
 
 
 def export_reward_model(lm: LM, directory: str | os.PathLike, tensors: Mapping[str, torch.Tensor] | None = None) -> Path:

@@ -14,32 +14,36 @@ import verl
 from verl.core.config import dump
 from verl.core.errors import ConfigError
 from verl.core.registry import load_object
-from verl.data import RLDataLoader
+from verl.data import DataConfig, RLDataLoader
 from verl.models import context_length, load_tokenizer
 from verl.models.reward_model import RewardModel
 from verl.rewards.build import build_rewards
 from verl.rewards.function import load_function
 from verl.rewards.scorer import Scorer
-from verl.trainer import offline, rl
+from verl.trainer import hybrid, offline, online_preference, rl
 from verl.trainer.config import ModelConfig, RunConfig, TrainerConfig
+from verl.trainer.online_preference import FromSamples, by_data
 from verl.trainer.plan import plan
 from verl.trainer.roles import Roles, build_roles, pick_device
 from verl.trainer.run import Run, device_line, total_steps
 from verl.trainer.sampler import Sampler
+from verl.trainer.tasks import Hybrid
 
 
 class RLTrainer:
     """Train as configured: resumes by itself, saves, evaluates, exports.
 
-    config: the `trainer` section; model_config: the `model` section; dataloader: RLDataLoader over the `data` section.
+    config: the `trainer` section; model_config: the `model` section; dataloader: RLDataLoader over the `data` section (None:
+    every task of a mixture has data of its own). rewards: Python objects in place of `trainer.rewards`.
     Construction checks what the machine has and prints which backend runs and why; bad settings and bad data are errors
     before any weights load.
     """
 
-    def __init__(self, config: TrainerConfig, dataloader: RLDataLoader, model_config: ModelConfig,
+    def __init__(self, config: TrainerConfig, dataloader: RLDataLoader | None, model_config: ModelConfig,
                  rewards: Any = None, resolved: str | None = None):
-        self.config = RunConfig(config, model_config, dataloader.config)
-        self.loader = dataloader
+        mixture = isinstance(config.algo, Hybrid)
+        self.loader = hybrid.Tasks(config, dataloader) if mixture else dataloader or RLDataLoader(DataConfig())
+        self.config = RunConfig(config, model_config, self.loader.config)
         self.resolved = resolved if resolved is not None else dump_config(self.config)
         self.notes = plan(self.config)
         for line in self.notes:
@@ -49,14 +53,19 @@ class RLTrainer:
             raise ConfigError("model.actor.model_name_or_path is not set; give a model directory, e.g. "
                               "model.actor.model_name_or_path=models/SmolLM2-135M-Instruct")
         self.tokenizer = load_tokenizer(actor.model_name_or_path, actor.trust_remote_code)
-        fit_context(dataloader, context_length(actor.model_name_or_path, actor.trust_remote_code), config)
-        for line in dataloader.bind(self.tokenizer, config.seed):
-            print(f"verl: {line}", flush=True)
-        self.composition = None
-        if config.algo.online:
-            self.composition = build_composition(self.config, rewards)
-            print(f"verl: rewards: {self.composition.describe()}", flush=True)
-            self.composition.check([*dataloader.prompts, *(dataloader.eval_prompts or ())])
+        context = context_length(actor.model_name_or_path, actor.trust_remote_code)
+        self.compositions: dict[str, Any] = {}  # by task name; a run of one method has one task, named ""
+        parts = [(t.name, t.config, t.loader) for t in self.loader] if mixture else [("", config, self.loader)]
+        for name, part, loader in parts:
+            bind_data(part, loader, self.tokenizer, context)
+            if part.algo.online:
+                same = next((n for n, p, _ in parts if n in self.compositions and p.rewards is part.rewards), None)
+                self.compositions[name] = (self.compositions[same] if same is not None else
+                                           build_composition(RunConfig(part, model_config, loader.config), rewards))
+                print(f"verl: {self.compositions[name].describe()}", flush=True)
+                self.compositions[name].check([*loader.prompts, *(loader.eval_prompts or ())])
+        if mixture:
+            config.algo = config.algo.learning(self.loader)
 
     def train(self) -> Run:
         """Run to the end (or to a signal) and return the Run; its directory holds everything."""
@@ -68,30 +77,46 @@ class RLTrainer:
         with run:
             for line in notes:
                 run.report.note(f"verl: {line}")
-            fit(run, self.loader, roles, self.composition)
+            fit(run, self.loader, roles, self.compositions)
         return run
 
 
-def fit(run: Run, tasks: RLDataLoader, roles: Roles, composition: Any) -> None:
-    """Restore what a checkpoint holds and run the loop of the algorithm's kind."""
-    algo, known = run.restore(tasks, roles.policy, roles.critic, run.config.algo)
-    if not algo.online:
-        offline.train(run, tasks, algo, roles.policy, roles.reference)
-        return
-    with contextlib.closing(Scorer(composition)) as scorer, contextlib.closing(roles.rollout):
-        sampler = Sampler(roles.rollout, roles.policy.lm.tokenizer, tasks.config, scorer, run.config.seed,
-                          on_finished=run.keep_sample(roles.policy), cancelled=lambda: run.stopped, known=known)
-        rl.train(run, tasks, sampler, algo, roles.policy, roles.reference, roles.critic)
-
-
-def fit_context(loader: RLDataLoader, context: int, config: TrainerConfig) -> None:
-    """Without data.max_prompt_tokens the limit is what the model's context leaves beside the response."""
+def bind_data(config: TrainerConfig, loader: RLDataLoader, tokenizer: Any, context: int) -> None:
+    """Decide how the method learns from these rows, hold prompts to the model's context, check and count them."""
+    config.algo, line = by_data(config.algo, loader.prompts)
+    print(f"verl: {line}", flush=True)
     if loader.config.max_prompt_tokens is None and config.algo.online:
-        room = context - config.sampling.max_tokens
+        room = context - config.sampling.max_tokens  # the limit is what the context leaves beside the response
         if room < 1:
             raise ConfigError(f"trainer.sampling.max_tokens: {config.sampling.max_tokens} fills the model's context of {context} "
                               f"tokens; no prompt fits beside it. Set it below {context}")
         loader.config = dataclasses.replace(loader.config, max_prompt_tokens=room)
+    for line in loader.bind(tokenizer, config.seed):
+        print(f"verl: {line}", flush=True)
+
+
+def fit(run: Run, tasks: RLDataLoader | hybrid.Tasks, roles: Roles, compositions: dict[str, Any]) -> None:
+    """Restore what a checkpoint holds and run the loop of the method's kind."""
+    algo, known = run.restore(tasks, roles.policy, roles.critic, run.config.algo)
+    policy, reference, critic = roles.policy, roles.reference, roles.critic
+    with contextlib.ExitStack() as stack:
+        samplers = {}
+        for name, composition in compositions.items():
+            scorer = stack.enter_context(contextlib.closing(Scorer(composition)))
+            part, loader = tasks.part(name) if name else (run.config, tasks)
+            samplers[name] = Sampler(roles.rollout, policy.lm.tokenizer, loader.config, scorer, part.seed,
+                                     on_finished=run.keep_sample(policy, name), cancelled=lambda: run.stopped,
+                                     known=known.get(name, {}))
+        if samplers:
+            stack.enter_context(contextlib.closing(roles.rollout))
+        if isinstance(algo, Hybrid):
+            hybrid.train(run, tasks.sampling_with(samplers), algo, policy, reference, critic)
+        elif isinstance(algo, FromSamples):
+            online_preference.train(run, tasks, samplers[""], algo, policy, reference)
+        elif algo.online:
+            rl.train(run, tasks, samplers[""], algo, policy, reference, critic)
+        else:
+            offline.train(run, tasks, algo, policy, reference)
 
 
 def build_composition(config: RunConfig, rewards: Any = None, notes: list[str] | None = None):

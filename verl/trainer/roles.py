@@ -72,6 +72,8 @@ def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: 
         actor.add_value_head(trainer.seed)
     if not algo.needs_critic:
         actor.value_head = None
+    if any(part.algo.needs_scores for part in trainer.parts):
+        actor.add_score_head(trainer.seed)
     budget = trainer.micro_batch_tokens
     policy = TrainEngine(actor, trainer.sampling.temperature, trainer.optim, total_updates, budget, train_values=shared_critic)
     critic_engine = policy if shared_critic else None

@@ -25,8 +25,8 @@ from verl.core.errors import CheckpointError
 from verl.core.report import Report, draw_curves
 from verl.core.types import Finish, Group, Sample, Sampling, Scored, Task
 from verl.engine.train import TrainEngine
-from verl.models import export
 from verl.trainer.config import RunConfig
+from verl.trainer.reward_training import export_trained
 from verl.trainer.sampler import Sampler
 
 
@@ -163,19 +163,23 @@ class Run:
 
     def evaluate_if_due(self, sampler: Sampler, policy: TrainEngine, algo, step: int | None = None) -> None:
         """Evaluate before the first step, every `eval.every` steps and after the last."""
-        every = self.config.eval.every
-        due = self.step == 0 if step is None else (every and step % every == 0) or step == self.total
-        if self.eval_tasks and due and not self.stopped:
+        if self.eval_tasks and self.eval_due(step or 0):
             sampler.load(policy.weights())
-            self.report.log(step or 0, self.verb("evaluate", self.evaluate, sampler))
+            self.report.log(step or 0, self.verb("evaluate", self.evaluate, sampler, self.eval_tasks))
 
-    def evaluate(self, sampler: Sampler) -> dict[str, float]:
+    def eval_due(self, step: int) -> bool:
+        """True after this step (0: before the first one, where a resumed run has long been)."""
+        every = self.config.eval.every
+        due = self.step == 0 if step == 0 else (every and step % every == 0) or step == self.total
+        return bool(due) and not self.stopped
+
+    def evaluate(self, sampler: Sampler, tasks: Sequence[Task], name: str = "eval") -> dict[str, float]:
         """Held-out metrics with prefix eval_; the same seeds every time, so that curves compare weights, not luck."""
-        groups = sampler.sample(self.eval_tasks, 0, self.config.eval.samples, self.eval_sampling, purpose="eval")
+        groups = sampler.sample(tasks, 0, self.config.eval.samples, self.eval_sampling, purpose="eval")
         metrics = sampler.scorer.collect()
         if self.stopped:
             return {}
-        path = self.dir / "completions" / f"eval_{self.step:06d}.json"
+        path = self.dir / "completions" / f"{name}_{self.step:06d}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(sample_rows(groups), default=str))
         out = {f"eval_{k}": v for k, v in metrics.items() if not k.endswith("latency_s")}
@@ -191,7 +195,7 @@ class Run:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def restore(self, tasks, policy: TrainEngine, critic: TrainEngine | None, algo):
-        """Bring every part to the newest whole checkpoint and return (algorithm, samples of the interrupted step)."""
+        """Bring every part to the newest whole checkpoint; return (algorithm, samples of the interrupted step by task name)."""
         if self.found is not None:
             restored = store.load(self.found)
             tensors, state = restored.tensors, restored.state
@@ -201,18 +205,18 @@ class Run:
             tasks.load_state(state["data"])
             algo = dataclasses.replace(algo, **state["algorithm"])
             self.report.note(f"resuming after step {self.step} from {self.found.path}")
-        known = {}
+        known: dict[str, dict[tuple[int, int], Sample]] = {}
         for record in self.journal.read():
             if record["version"] >= policy.version:
-                known[(record["place"], record["number"])] = _sample(record)
+                known.setdefault(record["task"], {})[(record["place"], record["number"])] = _sample(record)
         if known:
-            self.report.note(f"{len(known)} finished samples of the interrupted step are kept")
+            self.report.note(f"{sum(map(len, known.values()))} finished samples of the interrupted step are kept")
         return algo, known
 
-    def keep_sample(self, policy: TrainEngine) -> Callable[[int, int, Sample], None]:
-        """A callback that writes each finished sample into the journal."""
+    def keep_sample(self, policy: TrainEngine, task: str = "") -> Callable[[int, int, Sample], None]:
+        """A callback that writes each finished sample (of a mixture's `task`) into the journal."""
         def keep(place: int, number: int, sample: Sample) -> None:
-            self.journal.append({"place": place, "number": number, "version": policy.version, "seed": sample.seed,
+            self.journal.append({"task": task, "place": place, "number": number, "version": policy.version, "seed": sample.seed,
                                  "finish": str(sample.finish), "stop_reason": sample.stop_reason, "ids": sample.ids_L,
                                  "logprobs": sample.logprobs_L, "versions": sample.versions_L, "mask": sample.mask_L})
         return keep
@@ -247,7 +251,7 @@ class Run:
         if self.stopped:
             self.report.note(f"stopped after step {self.step} of {self.total}; the same command continues from there")
         else:
-            export(policy.lm, self.dir / "model", policy.exported())
+            export_trained(policy.lm, algo, self.dir / "model", policy.exported())
 
 
 def steered(algo) -> dict[str, float]:
