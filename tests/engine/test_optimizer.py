@@ -88,6 +88,18 @@ def test_state_round_trip_is_bit_equal(dtype):
     assert ("master.a" in want) == (dtype is torch.bfloat16) and "master.b" not in want
 
 
+def test_a_state_from_before_the_first_update_has_no_moments():
+    """Loaded into an optimizer that has some, it leaves none of them."""
+    _, fresh = one()
+    parameter, used = one()
+    push(used, parameter, -5.0)
+    parameter.data.fill_(1.0)
+    used.load_state(fresh.state(), 0)
+    assert used.state() == {}
+    push(used, parameter, 1.0)
+    assert parameter.item() == pytest.approx(0.9, abs=1e-5)
+
+
 def test_a_state_that_does_not_fit_changes_nothing():
     parameter, optimizer = one(dtype=torch.bfloat16)
     push(optimizer, parameter, 1.0)

@@ -26,7 +26,7 @@ def test_other_architectures_are_refused_by_name(kind, words):
     module = small(kind)
     lm = bind(module, None, path=f"models/{kind}")
     assert not lm.native and words in lm.why_not and lm.module.config._attn_implementation != "verl"
-    with pytest.raises(ModelError, match=f"{module.config.model_type} .*{kind}.* is refused: .*{words}.*rollout: hf"):
+    with pytest.raises(ModelError, match=f"{module.config.model_type} .*{kind}.* is refused: .*{words}.*rollout.engine: hf"):
         bind(module, None, path=f"models/{kind}", strict_native=True)
 
 
