@@ -262,7 +262,7 @@ def test_sleep_drops_the_cache_and_the_next_call_takes_it_again(llama):
 def test_refusals_name_the_way_out(llama):
     unproven = tiny("Llama")
     unproven.native, unproven.why_not = False, "ALiBi position biases"
-    with pytest.raises(ModelError, match="ALiBi.*rollout: hf"):
+    with pytest.raises(ModelError, match="ALiBi.*trainer.rollout.engine: hf"):
         NativeEngine(unproven)
     with pytest.raises(ConfigError, match="fp8 needs a GPU"):
         NativeEngine(llama, NativeConfig(kv_cache_dtype="fp8"))
