@@ -122,6 +122,13 @@ def check() -> None:
                 failures.append(f"{name} {dtype}: sleep and wake changed {same_ids(second, again)}")
             greedy = [plain.generate(asked, Sampling(max_tokens=40, ignore_eos=True, temperature=0)) for _ in range(2)]
             assert same_ids(*greedy).startswith("33/33"), "greedy differs between two runs"
+    lm = native(random_lm("q05", layers=4))
+    asked = ask(5, 6, 150, lm.head.rows)
+    small = NativeEngine(lm, NativeConfig(kv_tokens=40_000, kv_cache_dtype="fp8", prefill_tokens=64, compile=False))
+    error = rescored_error(lm, asked, small.generate(asked, sampling))
+    print(f"check q05, 4 layers, fp8 cache: |dlogp| mean {error.mean():.1e} max {error.max():.1e}", flush=True)
+    if not error.mean() < 0.1:
+        failures.append("fp8 cache")
     if failures:
         raise SystemExit(f"the engine is wrong on this machine: {', '.join(failures)}")
 

@@ -164,8 +164,8 @@ class GpuRunner:
         self.members = max(1, min(_pow2(members), self.most_rows // self.group))
         self.temperature.fill_(sampling.temperature or 1.0)
         self.least.fill_(sampling.min_tokens)
-        banned = self._upload(np.array(self.banned, np.int32))
-        self.ends.setdefault(len(banned), banned).copy_(banned)
+        banned = self._upload(np.array(self.banned or (0,), np.int32))
+        self.ends.setdefault(len(self.banned), banned).copy_(banned)
 
     def parts(self, size: int, kv_heads: int) -> tuple[int, int]:
         """Stretches that prompts and own tokens are cut into, so that a small batch still fills the device."""

@@ -42,13 +42,7 @@ class Arena:
     def wake(self) -> torch.Tensor:
         """Raises CapacityError when the device has not that much memory left."""
         if not self.awake:
-            torch.cuda.empty_cache()
-            try:
-                handle = _done(driver.cuMemCreate(self.size, self.location, 0))
-            except RuntimeError as error:
-                free = torch.cuda.mem_get_info(self.device)[0]
-                raise CapacityError(f"the key-value cache needs {self.size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free "
-                                    f"({error}); lower kv_tokens or kv_memory") from error
+            handle = self._memory()
             _done(driver.cuMemMap(self.address, self.size, 0, handle, 0))
             _done(driver.cuMemRelease(handle))  # the mapping keeps the memory alive
             access = driver.CUmemAccessDesc()
@@ -57,6 +51,18 @@ class Arena:
             _done(driver.cuMemSetAccess(self.address, self.size, [access], 1))
             self.awake = True
         return torch.as_tensor(self, device=self.device)
+
+    def _memory(self):
+        try:
+            return _done(driver.cuMemCreate(self.size, self.location, 0))
+        except RuntimeError:
+            torch.cuda.empty_cache()  # what torch holds without using it may be enough
+        try:
+            return _done(driver.cuMemCreate(self.size, self.location, 0))
+        except RuntimeError as error:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            raise CapacityError(f"the key-value cache needs {self.size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free "
+                                f"({error}); lower kv_tokens or kv_memory") from error
 
     def sleep(self) -> None:
         if self.awake:
