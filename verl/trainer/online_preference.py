@@ -119,8 +119,9 @@ def by_data(algo: Algorithm, tasks: Sequence[Task]) -> tuple[Algorithm, str]:
         how = "the best against the worst answer" if algo.unit == "group" else "answers above against below the mean"
         return FromSamples(algo), f"{name} learns online from {rows}: samples are scored, {how} of each prompt"
     wrong = next(task for task in tasks if kind_of(task) not in known)
-    raise DataError(f"task {wrong.id}: {name} learns from {' or '.join(known)} rows, this is a {kind_of(wrong)} row; "
-                    "docs/data.md shows the columns of each kind")
+    allowed = " or ".join(known) + " rows" + (", or from prompts alone" if compares else "")
+    raise DataError(f"task {wrong.id}: {name} learns from {allowed}; this is a {kind_of(wrong)} row (docs/data.md shows the "
+                    "columns of each kind)")
 
 
 def train(run: Run, tasks, sampler: Sampler, algo: FromSamples, policy: TrainEngine, ref: Reference | None) -> None:

@@ -88,6 +88,7 @@ class PPOTrainer:
         loader = RLDataLoader(dataset, config=DataConfig())
         algo, line = by_data(self._algo, loader.prompts)
         self.config.trainer.algo = algo
+        algo.check_group(self.config.trainer.samples_per_prompt)
         if self._roles is None:
             self._say_unused(algo)
         print(f"verl: {line}", flush=True)

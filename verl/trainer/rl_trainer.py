@@ -84,6 +84,7 @@ class RLTrainer:
 def bind_data(config: TrainerConfig, loader: RLDataLoader, tokenizer: Any, context: int) -> None:
     """Decide how the method learns from these rows, hold prompts to the model's context, check and count them."""
     config.algo, line = by_data(config.algo, loader.prompts)
+    config.algo.check_group(config.samples_per_prompt)
     print(f"verl: {line}", flush=True)
     if loader.config.max_prompt_tokens is None and config.algo.online:
         room = context - config.sampling.max_tokens  # the limit is what the context leaves beside the response
