@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -53,7 +54,7 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False):
 
 def context_length(path: str | os.PathLike, trust_remote_code: bool = False) -> int:
     """Longest sequence the model's positions allow, read from its config alone."""
-    config = _check_directory(path, trust_remote_code).get_text_config()
+    config = _check_decoder(path, trust_remote_code).get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
 
 
@@ -66,9 +67,7 @@ def load_lm(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: 
     an architecture whose packed and paged attention is not exact.
     """
     device = torch.device(device)
-    config = _check_directory(path, trust_remote_code)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{str(path)!r} is an encoder-decoder ({config.model_type}); decoder-only models are supported")
+    config = _check_decoder(path, trust_remote_code)
     try:
         module, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code, attn_implementation="eager",
@@ -155,6 +154,18 @@ def _check_directory(path: str | os.PathLike, trust_remote_code: bool):
         raise
     except Exception as error:
         raise ModelError(f"cannot read a model config from {text!r}: {error}") from error
+
+
+def _check_decoder(path: str | os.PathLike, trust_remote_code: bool):
+    """The config of a model that writes text; refuses the others by name."""
+    config = _check_directory(path, trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{str(path)!r} is an encoder-decoder ({config.model_type}); decoder-only models are supported")
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if masked and not any("Causal" in str(a) or "LMHead" in str(a) for a in config.architectures or ()):
+        raise ModelError(f"{str(path)!r} is an encoder ({config.model_type}); it can judge as a reward model, but only decoders are "
+                         "trained")
+    return config
 
 
 def export(lm: LM, directory: str | os.PathLike, tensors: dict[str, torch.Tensor] | None = None) -> Path:
