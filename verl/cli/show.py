@@ -113,9 +113,9 @@ def summary(directory: Path, config_path: str) -> None:
     print()
     if before and after:
         print("the same held-out prompts before and after:")
-        for b, a in list(zip(before, after))[:6]:
-            print(f"  {_last_message(b['prompt'])!s:.60}\n    before {b['completion'].strip()!r:.60} ({b['reward']})   "
-                  f"after {a['completion'].strip()!r:.60} ({a['reward']})")
+        for b, a in _one_each(before, after)[:6]:
+            print(f"  {_last_message(b['prompt'])!s:.60}\n    before {b['completion'].strip()!r:.60} ({b['reward']:g})   "
+                  f"after {a['completion'].strip()!r:.60} ({a['reward']:g})")
     if len(evals) > 1:
         print(f"held-out reward: {evals[0]['eval_reward']:.3f} -> {evals[-1]['eval_reward']:.3f}")
     print(f"curves: {directory / 'curves.png'}")
@@ -133,6 +133,12 @@ def _evals(directory: Path) -> tuple[list[dict], list[dict]]:
     if len(files) < 2:
         return [], []
     return json.loads(files[0].read_text()), json.loads(files[-1].read_text())
+
+
+def _one_each(before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
+    """The first scored sample of every prompt, before and after."""
+    pairs = {b["task"]: (b, a) for b, a in reversed(list(zip(before, after))) if None not in (b["reward"], a["reward"])}
+    return list(reversed(pairs.values()))
 
 
 def _last_message(prompt) -> str:

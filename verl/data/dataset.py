@@ -161,8 +161,8 @@ def hold_out(data: PromptDataset, n: int) -> tuple[PromptDataset, PromptDataset,
     return data.keep(~(held | same), "data.eval_size"), evaluation, int((same & ~held).sum())
 
 
-def limited(data: PromptDataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[PromptDataset, str]:
-    """The dataset under data.max_prompt_tokens, and a line that counts what changed ("" for nothing).
+def limited(data: PromptDataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> tuple[PromptDataset, str, int]:
+    """The dataset under data.max_prompt_tokens, a line that counts what changed ("" for nothing), its longest prompt.
 
     Renders and tokenises every prompt and the first row's answers, so that whatever cannot be encoded is reported
     here, by task. Raises DataError for a prompt without tokens, an over-long one (overlong: error), or no rows left.
@@ -188,4 +188,4 @@ def limited(data: PromptDataset, tokenizer: PreTrainedTokenizerBase, config: Dat
     for answer in (first.completion, first.chosen, first.rejected):
         if answer is not None:
             encode_answer(tokenizer, first, answer, config)
-    return data, note
+    return data, note, int(lengths.max() if limit is None else np.minimum(lengths, limit).max())

@@ -43,6 +43,7 @@ class RLDataLoader:
         self.prompts: PromptDataset = self._train
         self.eval_prompts: PromptDataset | None = self._eval
         self.failed: list[int] = []
+        self.longest_prompt: int | None = None  # tokens, of training and evaluation; known once bound
         self._frontier = Frontier()
         self._reset()
 
@@ -52,10 +53,11 @@ class RLDataLoader:
         Call it before any weights load and before `load_state`. Returns lines to print (counts of what was dropped or
         cut). Raises DataError when a prompt cannot be encoded, is too long, or none is left.
         """
-        self.prompts, note = limited(self._train, tokenizer, self.config)
+        self.prompts, note, self.longest_prompt = limited(self._train, tokenizer, self.config)
         lines = [*self.notes, f"data: {len(self.prompts)} prompts" + (f", {note}" if note else "")]
         if self._eval is not None:
-            self.eval_prompts, note = limited(self._eval, tokenizer, self.config)
+            self.eval_prompts, note, longest = limited(self._eval, tokenizer, self.config)
+            self.longest_prompt = max(self.longest_prompt, longest)
             lines.append(f"data: {len(self.eval_prompts)} evaluation prompts" + (f", {note}" if note else ""))
         self.seed = seed
         self._reset()

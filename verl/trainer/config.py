@@ -61,7 +61,6 @@ class RolloutConfig:
     kv_cache_dtype: str = option("auto", "auto | bf16 | fp8: what keys and values are stored in")
     kv_memory: float = option(0.3, "share of the device's memory the KV pool may take")
     chunked_prefill: bool = option(True, "long prompts are read in pieces between decode steps")
-    max_batched_tokens: int = option(8192, "tokens one prefill step may hold")
 
     def __post_init__(self):
         self.engine = {"true": "vllm", "false": "auto"}.get(self.engine.lower(), self.engine)  # use_vllm is an alias
@@ -94,6 +93,7 @@ class TrainerConfig:
     train_batch_size: int | None = option(None, "samples per optimizer update; none: the whole step in one update")
     update_epochs: int = option(1, "times each step's samples are trained on")
     micro_batch_tokens: int | None = option(None, "computed tokens per forward; none: from free memory")
+    compile: bool | None = option(None, "fuse decoder layers on a GPU; none: when the run is long enough to pay for it")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

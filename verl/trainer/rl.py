@@ -29,6 +29,7 @@ def train(run: Run, tasks, sampler: Sampler, algo: Algorithm, policy: TrainEngin
         groups, metrics = collect(run, tasks, sampler, algo)                 # y ~ pi_old, r = R(x, y)
         if run.stopped:
             break
+        sampler.engine.sleep()                                               # its cache is the trainer's memory now
         batch = pack(run, groups, sampler, algo)
         if ref is not None:
             batch.ref_logprobs_T = run.verb("reference", ref.logprobs, batch)

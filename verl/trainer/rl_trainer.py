@@ -64,6 +64,7 @@ class RLTrainer:
                                            build_composition(RunConfig(part, model_config, loader.config), rewards))
                 print(f"verl: {self.compositions[name].describe()}", flush=True)
                 self.compositions[name].check([*loader.prompts, *(loader.eval_prompts or ())])
+        self.longest_prompt = max(loader.longest_prompt for _, _, loader in parts)
         if mixture:
             config.algo = config.algo.learning(self.loader)
 
@@ -71,7 +72,8 @@ class RLTrainer:
         """Run to the end (or to a signal) and return the Run; its directory holds everything."""
         total = total_steps(self.config, len(self.loader))
         notes: list[str] = []
-        roles = build_roles(self.config, total * self.config.trainer.updates_per_step, notes)
+        roles = build_roles(self.config, total * self.config.trainer.updates_per_step, notes,
+                            longest_prompt=self.longest_prompt)
         run = Run(self.config, total, list(self.loader.eval_prompts or ()), load_callbacks(self.config.trainer),
                   roles.policy.lm.stop_ids, self.resolved, manifest(self.config, self.loader))
         with run:

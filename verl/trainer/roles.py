@@ -15,6 +15,7 @@ from verl.engine import ROLLOUTS
 from verl.engine.base import RolloutEngine
 from verl.engine.train import TrainEngine
 from verl.models import LM, load_lm
+from verl.models.compile import compile_for_training
 from verl.trainer.config import RoleConfig, RunConfig
 
 
@@ -61,8 +62,11 @@ def pick_device(role: RoleConfig, notes: list[str], name: str) -> torch.device:
 
 
 def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: LM | None = None, critic: LM | None = None,
-                reference: LM | None = None, rollout: RolloutEngine | None = None) -> Roles:
-    """Load what was not given, derive what was left out (reference = frozen start, critic = value head), bind engines."""
+                reference: LM | None = None, rollout: RolloutEngine | None = None, longest_prompt: int | None = None) -> Roles:
+    """Load what was not given, derive what was left out (reference = frozen start, critic = value head), bind engines.
+
+    longest_prompt, in tokens, lets the sampler's cache be no larger than the run can use.
+    """
     trainer, algo = config.trainer, config.trainer.algo
     actor = actor or load_role(config.model.actor, "actor", notes, lora=config.model.actor.lora)
     needs_reference = algo.needs_reference
@@ -82,7 +86,10 @@ def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: 
         if critic.value_head is None:
             critic.add_value_head(trainer.seed)
         critic_engine = TrainEngine(critic, trainer.sampling.temperature, trainer.optim, total_updates, budget, train_values=True)
-    engine = build_rollout(config, actor, rollout, notes) if algo.online else None
+    compiled = pays_to_compile(config, total_updates) and actor.device.type == "cuda"
+    if compiled and actor.native:
+        compile_for_training(actor)
+    engine = build_rollout(config, actor, rollout, notes, longest_prompt, compiled) if algo.online else None
     return Roles(policy, reference_engine, critic_engine, engine)
 
 
@@ -113,13 +120,25 @@ def build_reference(config: RunConfig, actor: LM, given: LM | None, notes: list[
     return Reference(TrainEngine(given, temperature, token_budget=budget), adapters_off=False)
 
 
-def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, notes: list[str]) -> RolloutEngine:
+COMPILE_TOKENS = 20_000_000  # sampled tokens from which on a minute of compilation is won back
+
+
+def pays_to_compile(config: RunConfig, total_updates: int) -> bool:
+    """As set, or whether the run will sample enough tokens."""
+    trainer = config.trainer
+    if trainer.compile is not None:
+        return trainer.compile
+    steps = total_updates // trainer.updates_per_step
+    return steps * trainer.rollout_batch_size * trainer.samples_per_prompt * trainer.sampling.max_tokens >= COMPILE_TOKENS
+
+
+def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, notes: list[str], longest_prompt: int | None = None,
+                  compiled: bool = False) -> RolloutEngine:
     """The rollout engine: given, named, or (auto) the built-in one where it is proven, else transformers' generate."""
     rollout = config.trainer.rollout
     name = rollout.engine
     if given is not None:
-        available = getattr(given, "available", True)
-        if available:
+        if getattr(given, "available", True):
             return given
         name = "auto"
     if name == "vllm":
@@ -135,14 +154,24 @@ def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, not
     if name == "native" and not actor.native:
         raise ConfigError(f"trainer.rollout.engine: native cannot run {actor.config.model_type}: {actor.why_not}; set it to hf")
     if name == "native":
-        from verl.engine.native.config import NativeConfig
-        kv = rollout.kv_cache_dtype if actor.device.type == "cuda" else "auto"
-        return ROLLOUTS[name](actor, NativeConfig(kv_memory=rollout.kv_memory, kv_cache_dtype=kv,
-                                                  prefill_tokens=rollout.max_batched_tokens if rollout.chunked_prefill
-                                                  else max(actor.context, rollout.max_batched_tokens)))
+        return ROLLOUTS[name](actor, native_config(config, actor, longest_prompt, compiled))
     if name == "vllm":
         return ROLLOUTS[name](actor.path, dtype=str(actor.dtype).removeprefix("torch."), kv_cache_dtype=rollout.kv_cache_dtype,
                               tensor_parallel_size=rollout.tensor_parallel_size, enable_chunked_prefill=rollout.chunked_prefill,
-                              max_num_batched_tokens=rollout.max_batched_tokens, gpu_memory_utilization=rollout.kv_memory,
-                              max_lora_rank=config.model.actor.lora.rank)
+                              gpu_memory_utilization=rollout.kv_memory, max_lora_rank=config.model.actor.lora.rank)
     return ROLLOUTS[name](actor)
+
+
+def native_config(config: RunConfig, actor: LM, longest_prompt: int | None, compiled: bool):
+    """Settings of the built-in engine: a cache no larger than one step can fill, as far as the prompts are known."""
+    from verl.engine.native.config import NativeConfig
+    trainer, rollout = config.trainer, config.trainer.rollout
+    native = NativeConfig(kv_memory=rollout.kv_memory, compile=compiled,
+                          kv_cache_dtype=rollout.kv_cache_dtype if actor.device.type == "cuda" else "auto")
+    if not rollout.chunked_prefill:
+        native.prefill_tokens = max(native.prefill_tokens, actor.context)
+    if longest_prompt is not None:
+        native.max_total_tokens = min(longest_prompt + trainer.sampling.max_tokens, actor.context)
+        samples = trainer.rollout_batch_size * trainer.samples_per_prompt
+        native.max_sequences = min(native.max_sequences, max(samples, 64))
+    return native

@@ -182,7 +182,7 @@ class Run:
         path = self.dir / "completions" / f"{name}_{self.step:06d}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(sample_rows(groups), default=str))
-        out = {f"eval_{k}": v for k, v in metrics.items() if not k.endswith("latency_s")}
+        out = {f"eval_{k}": v for k, v in metrics.items() if k == "reward" or k.endswith("/mean")}
         for name in sorted({n for g in groups for s in g.samples for n in s.rewards}):
             values = [[s.rewards[name].value for s in g.samples if isinstance(s.rewards.get(name), Scored)] for g in groups]
             values = [v for v in values if v]
