@@ -123,9 +123,10 @@ def summary(directory: Path, config_path: str) -> None:
     if model.is_dir():
         print(f"model:  {model}  (transformers loads it: AutoModelForCausalLM.from_pretrained)")
     print(f"""next:
-  verl generate {directory} "your prompt"                                     talk to it
-  verl train {config_path} data.train=your_prompts.jsonl trainer.output_dir=runs/mine     your own data
-  verl train {config_path} trainer.steps=100                                  go on from here (the same directory resumes)""")
+  your own data   verl train {config_path} data.train=your_prompts.jsonl data.eval=null data.eval_size=64 trainer.output_dir=runs/mine
+  go on           verl train {config_path} trainer.steps=100       (a stopped run resumes with the command that started it)
+  on a GPU        the same command, on a machine that has one: bf16 weights with fp32 masters, CUDA graphs
+talk to it: verl generate {directory} "your prompt\"""")
 
 
 def _evals(directory: Path) -> tuple[list[dict], list[dict]]:
