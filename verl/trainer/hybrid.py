@@ -40,6 +40,8 @@ class Task:
 class Tasks:
     """All tasks of a run; to the run they look like one loader. `config` are the data settings of the run itself."""
 
+    eval_prompts = None  # every task has its own
+
     def __init__(self, trainer: TrainerConfig, loader: RLDataLoader | None):
         self.trainer, self.config = trainer, DataConfig() if loader is None else loader.config
         self.all = [Task(task.name, task.weight, part, RLDataLoader(task.data or self.config) if task.data or loader is None
@@ -64,6 +66,11 @@ class Tasks:
         return self
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens; of every task that samples."""
+        return max((t.loader.longest_prompt for t in self if t.config.algo.online), default=1)
+
+    @property
     def fingerprint(self) -> str:
         return " ".join(f"{t.name}:{t.loader.fingerprint}" for t in self)
 
@@ -74,6 +81,12 @@ class Tasks:
             sampler.load(weights)
         for sampler in samplers[1:]:
             sampler.loaded = weights.version
+
+    def sleep(self) -> None:
+        """The samplers' cache is the trainer's memory now."""
+        for t in self:
+            if t.sampler is not None:
+                t.sampler.engine.sleep()
 
     def state(self) -> dict[str, Any]:
         """Every task's place in its data, and what its method has steered."""
@@ -135,6 +148,7 @@ def train(run: Run, tasks: Tasks, algo: Hybrid, policy: TrainEngine, ref: Refere
         parts = Parts(make_part(_View(run, t), t, policy, ref, critic) for t in tasks if not run.stopped)
         if run.stopped:
             break
+        tasks.sleep()
         metrics = run.verb("update", update, run, parts, algo, policy, ref, critic)
         for part in parts:
             own = {k.removeprefix(f"{part.task.name}/"): v for k, v in metrics.items() if k.startswith(f"{part.task.name}/")}

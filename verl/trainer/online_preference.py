@@ -132,6 +132,7 @@ def train(run: Run, tasks, sampler: Sampler, algo: FromSamples, policy: TrainEng
         groups, metrics = collect(run, tasks, sampler, algo)
         if run.stopped:
             break
+        sampler.engine.sleep()
         batch, chosen = run.verb("choose", algo.choose, from_groups(groups))
         if len(batch):
             if ref is not None:
