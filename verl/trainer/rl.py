@@ -15,6 +15,7 @@ from verl.algorithms.reduce import coefficients
 from verl.core.batch import Batch, from_groups
 from verl.core.types import Finish, Group
 from verl.engine.train import StepInfo, TrainEngine
+from verl.rewards.compose import measure
 from verl.trainer.roles import Reference
 from verl.trainer.run import Run
 from verl.trainer.sampler import Sampler, completion_metrics
@@ -39,7 +40,7 @@ def train(run: Run, tasks, sampler: Sampler, algo: Algorithm, policy: TrainEngin
             batch.old_logprobs_T = run.verb("old_logprobs", policy.logprobs, batch)
         credit = run.verb("credit", algo.credit, batch)                      # A_t
         apply_credit(batch, credit)
-        metrics |= credit.metrics | run.verb("update", update, run, batch, credit, algo, policy, critic)
+        metrics = credit.metrics | metrics | run.verb("update", update, run, batch, credit, algo, policy, critic)
         algo = steer(algo, metrics, len(batch))
         run.report_step(step, groups, batch, metrics, policy)
         run.evaluate_if_due(sampler, policy, algo, step)
@@ -70,6 +71,8 @@ def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm) -> tuple[list[Gr
         kept += fresh if usable_S is None else [g for i, g in enumerate(fresh) if usable_S[batch.group_S == i].any()]
         if usable_S is None or len(kept) >= target:
             break
+    if len(everything) > len(fresh):
+        metrics |= measure(sampler.scorer.composition, everything)
     metrics |= completion_metrics(everything)
     if len(everything) != len(kept[:target]):
         metrics |= {"sampling/groups_sampled": len(everything), "sampling/groups_dropped": len(everything) - len(kept[:target])}
