@@ -201,7 +201,8 @@ def test_ppo_with_its_own_critic_reward_model_and_grpo_and_online_dpo(tmp_path):
     - {algorithm: kto, group_size: 4, rollout_batch_size: 2}
 """
     config = mixture(tmp_path, tasks)
-    done = verl("train", config, f"trainer.output_dir={tmp_path}/out", "trainer.steps=2", f"model.critic.model_name_or_path={tmp_path}/model")
+    done = verl("train", config, f"trainer.output_dir={tmp_path}/out", "trainer.steps=2",
+                f"model.critic.model_name_or_path={tmp_path}/model")
     assert done.returncode == 0, done.stderr
     last = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line][-1]
     assert {"ppo/critic/loss", "critic/grad_norm", "reward_model/rewards/accuracies", "grpo/reward", "kto/loss"} <= last.keys()

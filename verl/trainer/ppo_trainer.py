@@ -50,10 +50,13 @@ class PPOTrainer:
 
     algorithm = "ppo"
 
-    def __init__(self, actor: LM | str, critic: LM | None = None, reward_model: Any = None, ref_model: LM | str | None = None,
-                 tokenizer: Any = None, rollout_engine: RolloutEngine | None = None, config: Mapping[str, Any] | None = None,
-                 reward_fn: Any = None, reward_fns: Any = None, model: LM | str | None = None):
+    def __init__(self, actor: LM | str | None = None, critic: LM | None = None, reward_model: Any = None,
+                 ref_model: LM | str | None = None, tokenizer: Any = None, rollout_engine: RolloutEngine | None = None,
+                 config: Mapping[str, Any] | None = None, reward_fn: Any = None, reward_fns: Any = None,
+                 model: LM | str | None = None):
         actor = actor if actor is not None else model
+        if actor is None:
+            raise ConfigError(f"{type(self).__name__}: no model was given; pass actor= (or model=) an LM or a model directory")
         settings, unused = self._applicable(dict(config or {}))
         settings.setdefault("output_dir", f"runs/{self.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}")
         sections: dict[str, Any] = {"trainer": {"algorithm": self.algorithm, **settings}, "model": {}}
