@@ -163,8 +163,8 @@ def _check_decoder(path: str | os.PathLike, trust_remote_code: bool):
         raise ModelError(f"{str(path)!r} is an encoder-decoder ({config.model_type}); decoder-only models are supported")
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if masked and not any("Causal" in str(a) or "LMHead" in str(a) for a in config.architectures or ()):
-        raise ModelError(f"{str(path)!r} is an encoder ({config.model_type}); it can judge as a reward model, but only decoders are "
-                         "trained")
+        raise ModelError(f"{str(path)!r} is an encoder ({config.model_type}); it can judge as a reward model; only decoders "
+                         "are trained")
     return config
 
 
