@@ -57,7 +57,8 @@ def main():
         process.wait()
     print(f"killed after step {killed}, step {killed + 1} finished {seconds:.1f} s later")
     case = "quickstart" if config == str(QUICKSTART) else Path(config).stem
-    record("recovery", case, "verl", "kill_to_next_step_s", seconds, "s", f"recovery.{'h200' if torch.cuda.is_available() else 'cpu'}.jsonl")
+    device = "h200" if torch.cuda.is_available() else "cpu"
+    record("recovery", case, "verl", "kill_to_next_step_s", seconds, "s", f"recovery.{device}.jsonl")
 
 
 if __name__ == "__main__":

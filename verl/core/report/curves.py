@@ -53,6 +53,7 @@ def draw_curves(run_dir: str | Path) -> Path:
             _line(axes, *_thin(series[name]), colour, name)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step", fontsize=8)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
