@@ -75,3 +75,18 @@ def test_a_finished_run_is_not_trained_again(config, tmp_path):
     assert verl("train", config, "trainer.steps=2", out).returncode == 0
     same(before, weights(tmp_path / "out"))
     assert [s for s, _ in curve(tmp_path / "out")] == [1, 2]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_a_signal_during_the_update_loses_and_repeats_no_row(config, tmp_path, algorithm):
+    """It arrives when the step is done but for its report: the next start must go on behind this step's prompts."""
+    stop = tmp_path / "stop.py"
+    stop.write_text("import os, signal\n\nclass Stop:\n    def on_step(self, step, metrics):\n"
+                    "        step == 2 and os.kill(os.getpid(), signal.SIGTERM)\n")
+    args = ["trainer.steps=4", f"trainer.algorithm={algorithm}"]
+    whole, stopped = tmp_path / "whole", f"trainer.output_dir={tmp_path / 'stopped'}"
+    assert verl("train", config, *args, f"trainer.output_dir={whole}").returncode == 0
+    assert verl("train", config, *args, stopped, f"trainer.callbacks=['{stop}:Stop']").returncode == 128 + signal.SIGTERM
+    assert verl("train", config, *args, stopped).returncode == 0
+    assert curve(whole) == curve(tmp_path / "stopped")
+    same(weights(whole), weights(tmp_path / "stopped"))

@@ -150,7 +150,7 @@ class Run:
         seconds = time.perf_counter() - self._start
         metrics |= {"step_time": seconds, "num_tokens": batch.tokens, "tokens_per_second": batch.tokens / seconds,
                     "weight_version": policy.version}
-        self.step = step
+        self.step, self._mark = step, None  # the step is no longer in flight
         self.report.log(step, metrics)
         every = self.config.samples_every
         if every and (step == 1 or step % every == 0):
