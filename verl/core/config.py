@@ -167,7 +167,7 @@ class _Builder:
         self.problems.append(f"{join(path, head)} ({origin}):{rest}" if named else f"{join(path, message)} ({origin})")
         return _BAD
 
-    def value(self, hint: Any, node: Node, key: str, path: bool) -> Any:
+    def value(self, hint: Any, node: Node, key: str, path: bool | str) -> Any:
         """`node` as `hint`, or _BAD with a line that names the key, what was seen and what is allowed."""
         before = len(self.problems)
         try:
@@ -176,7 +176,7 @@ class _Builder:
         except ValueError as error:
             return self.fail(key, node, str(error) or f"expected {type_name(hint)}, got {_seen(node)}")
 
-    def _convert(self, hint: Any, node: Node, key: str, path: bool) -> Any:
+    def _convert(self, hint: Any, node: Node, key: str, path: bool | str) -> Any:
         origin = typing.get_origin(hint)
         if hint is Any or hint is object:
             return node.plain()
@@ -197,7 +197,7 @@ class _Builder:
                     self.value(of_value, child, f"{key}.{k}", path) for k, child in node.value.items()}
         return _scalar(hint, node, path)
 
-    def _list(self, hint: Any, container: Any, node: Node, key: str, path: bool) -> Any:
+    def _list(self, hint: Any, container: Any, node: Node, key: str, path: bool | str) -> Any:
         if not isinstance(node.value, list):
             raise ValueError(f"expected a list ({type_name(hint)}), got {_seen(node)}; write [a, b]")
         args = typing.get_args(hint) or (Any,)
@@ -207,7 +207,7 @@ class _Builder:
         items = [self.value(kind, child, f"{key}.{i}", path) for i, (kind, child) in enumerate(zip(kinds, node.value))]
         return tuple(items) if container is tuple else items
 
-    def _union(self, members: tuple, hint: Any, node: Node, key: str, path: bool) -> Any:
+    def _union(self, members: tuple, hint: Any, node: Node, key: str, path: bool | str) -> Any:
         """The first member that takes the value, narrow kinds before wide ones; quoted texts are strings first."""
         if node.is_null and type(None) in members:
             return None
@@ -272,7 +272,7 @@ def _width(member: Any, node: Node) -> int:
     return order.index(kind) if kind in order else 0
 
 
-def _scalar(hint: Any, node: Node, path: bool) -> Any:
+def _scalar(hint: Any, node: Node, path: bool | str) -> Any:
     value, text = node.value, isinstance(node.value, str)
     if node.is_null:
         raise ValueError(f"expected {type_name(hint)}, got nothing (null)")
@@ -289,7 +289,7 @@ def _scalar(hint: Any, node: Node, path: bool) -> Any:
             raise ValueError(f"expected {type_name(hint)}, got {_seen(node)}")
         return (to_int if hint is int else to_float)(value.strip() if text else repr(value))
     if hint is str and text:
-        return _located(value, node) if path else value
+        return str(_absolute(value, node.base)) if path == "file" else _located(value, node) if path else value
     if hint is Path and (text or isinstance(value, Path)):
         return _absolute(value, node.base)
     if isinstance(hint, type) and hint not in (str, Path) and isinstance(value, hint):

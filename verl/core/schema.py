@@ -20,12 +20,12 @@ from verl.core.errors import ConfigError
 from verl.core.tree import Node
 
 
-def option(default: Any = MISSING, help: str = "", *, path: bool = False,
+def option(default: Any = MISSING, help: str = "", *, path: bool | Literal["file"] = False,
            schema_from: Callable[[dict[str, Any]], type] | None = None) -> Any:
     """A dataclass field with its help text.
 
     `path` marks a string that may be a file: made absolute where such a file exists or it is written as one (`./x`,
-    `~/x`), else left alone (a hub name). `schema_from(section) -> dataclass` names the schema of this field from the
+    `~/x`), else left alone (a hub name). With path "file" it is never anything else and always made absolute. `schema_from(section) -> dataclass` names the schema of this field from the
     plain values of the section around it, defaults included.
     """
     metadata = {"help": help, "path": path, "schema_from": schema_from}

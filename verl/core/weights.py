@@ -11,6 +11,8 @@ from verl.core.errors import WeightsError
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _63 = (1 << 63) - 1
+_ROWS = 0x3C6EF372FE94F82B
+_SMALL, _TOGETHER = 1 << 16, 1 << 20  # elements of a block that is summed together with others, and of all of those
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -45,7 +47,7 @@ def block_sum(block: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -
     row_ids = torch.zeros((), dtype=torch.int64, device=block.device)
     for first, size, full in zip(start[:-1], block.shape[:-1], shape[:-1]):
         row_ids = row_ids[..., None] * full + torch.arange(first, first + size, device=block.device)
-    row_weights = _mix(row_ids.reshape(-1), 0x3C6EF372FE94F82B) | 1
+    row_weights = _mix(row_ids.reshape(-1), _ROWS) | 1
     first, per = (start[-1] if block.dim() else 0), 8 // block.element_size()
     head = min(columns, -first % per)  # columns before the first whole word, then whole words, then the rest
     body = columns - (columns - head) % per
@@ -54,6 +56,47 @@ def block_sum(block: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -
         if begin < end:
             total += part(rows[:, begin:end], first + begin, row_weights)
     return total
+
+
+Block = tuple[torch.Tensor, Sequence[int], Sequence[int]]  # as block_sum takes it: what it holds, its start, the whole shape
+
+
+def block_sums(blocks: Sequence[Block]) -> torch.Tensor:
+    """`block_sum` of many blocks on one device, int64 [blocks]: a few operations for all small ones, not for each."""
+    sums: list[torch.Tensor | None] = [None] * len(blocks)
+    groups: dict[torch.dtype, list[list[int]]] = {}
+    room: dict[torch.dtype, int] = {}
+    for i, (block, start, shape) in enumerate(blocks):
+        if not 0 < block.numel() <= _SMALL or not 1 <= block.dim() <= 2:
+            sums[i] = block_sum(block, start, shape)
+            continue
+        if room.get(block.dtype, 0) < block.numel():
+            groups.setdefault(block.dtype, []).append([])
+            room[block.dtype] = _TOGETHER
+        groups[block.dtype][-1].append(i)
+        room[block.dtype] -= block.numel()
+    for run in (run for runs in groups.values() for run in runs):
+        for i, total in zip(run, _small_sums([blocks[i] for i in run]).unbind()):
+            sums[i] = total
+    return torch.stack(sums)
+
+
+def _small_sums(blocks: Sequence[Block]) -> torch.Tensor:
+    """Sums of blocks of one dtype with one or two axes: each element's term, then differences of the running total."""
+    first, device = blocks[0][0], blocks[0][0].device
+    bits, per = 8 * first.element_size(), 8 // first.element_size()
+    sizes, columns, rows_from, columns_from = torch.tensor(
+        [(b.numel(), b.shape[-1], start[0] if len(start) > 1 else 0, start[-1]) for b, start, _ in blocks]).to(device).unbind(1)
+    ends = sizes.cumsum(0)
+    total = sum(b.numel() for b, _, _ in blocks)
+    which = torch.repeat_interleave(torch.arange(len(blocks), device=device), sizes, output_size=total)
+    place = torch.arange(total, device=device) - (ends - sizes)[which]
+    column = columns_from[which] + place % columns[which]
+    weight = (_mix(rows_from[which] + place // columns[which], _ROWS) | 1) + _column_weights(column // per)
+    value = torch.cat([b.detach().reshape(-1).view(_INT[b.element_size()]) for b, _, _ in blocks]).to(torch.int64)
+    value &= (1 << bits) - 1 if bits < 64 else -1
+    running = ((value << column % per * bits) * weight).cumsum(0)[ends - 1]
+    return running.diff(prepend=running.new_zeros(1))
 
 
 def _words(rows: torch.Tensor, first: int, row_weights: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ class DataConfig:
     """
 
     train: str | list[str] | dict[str, float] | None = option(
-        None, "file, glob or directory; a list is joined; {path: weight} is a mixture with these shares", path=True)
-    eval: str | list[str] | None = option(None, "file, glob or directory of evaluation prompts", path=True)
+        None, "file, glob or directory; a list is joined; {path: weight} is a mixture with these shares", path="file")
+    eval: str | list[str] | None = option(None, "file, glob or directory of evaluation prompts", path="file")
     eval_size: int = option(0, "without eval: hold this many training prompts out")
     split: str | None = option(None, "which split of a directory to train on")
     eval_split: str | None = option(None, "which split of a directory to evaluate on")

@@ -92,7 +92,7 @@ class TrainerConfig:
     group_size: int | None = option(None, "samples per prompt; none: 8, or 1 where the method compares none")
     train_batch_size: int | None = option(None, "samples per optimizer update; none: the whole step in one update")
     update_epochs: int = option(1, "times each step's samples are trained on")
-    micro_batch_tokens: int | None = option(None, "computed tokens per forward; none: from free memory")
+    micro_batch_tokens: int | None = option(None, "computed tokens per forward; none: from the memory there is")
     compile: bool | None = option(None, "fuse decoder layers on a GPU; none: when the run is long enough to pay for it")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
