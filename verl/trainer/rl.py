@@ -20,6 +20,8 @@ from verl.trainer.roles import Reference
 from verl.trainer.run import Run
 from verl.trainer.sampler import Sampler, completion_metrics
 
+MAX_ROUNDS = 10  # of dynamic sampling in one step
+
 
 def train(run: Run, tasks, sampler: Sampler, algo: Algorithm, policy: TrainEngine, ref: Reference | None,
           critic: TrainEngine | None) -> None:
@@ -78,8 +80,6 @@ def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm) -> tuple[list[Gr
         metrics |= {"sampling/groups_sampled": len(everything), "sampling/groups_dropped": len(everything) - len(kept[:target])}
     return kept[:target], metrics
 
-
-MAX_ROUNDS = 10
 
 
 def pack(run: Run, groups: list[Group], sampler: Sampler, algo: Algorithm) -> Batch:
