@@ -249,7 +249,7 @@ def test_sigkill_in_mid_step_then_resume_equals_the_uninterrupted_run(tmp_path):
 def test_signals_stop_between_tasks_and_the_same_command_goes_on(tmp_path):
     config = mixture(tmp_path)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    args = ["trainer.steps=8", "trainer.save.every=0"]
+    args = ["trainer.steps=6", "trainer.save.every=0", "data.eval=null"]
     assert verl("train", config, *args, f"trainer.output_dir={whole}").returncode == 0
     code, out = verl_until("train", config, *args, f"trainer.output_dir={stopped}", sig=signal.SIGTERM,
                            ready=lambda: (stopped / "metrics.jsonl").exists() and len(curve(stopped, "loss")) >= 2)
@@ -257,6 +257,13 @@ def test_signals_stop_between_tasks_and_the_same_command_goes_on(tmp_path):
     assert verl("train", config, *args, f"trainer.output_dir={stopped}").returncode == 0
     a, b = weights(whole), weights(stopped)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_first_row_of_every_task_can_be_shown(tmp_path):
+    done = verl("show", "data", mixture(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for word in ("sft: data: 26 prompts", "ppo: data: 40 prompts", "dpo: data: 20", "chosen: ", "completion: ", "rejected: "):
+        assert word in done.stdout, done.stdout
 
 
 def test_every_setting_of_a_task_says_what_it_is():

@@ -65,14 +65,18 @@ def data(args: argparse.Namespace) -> int:
     from verl.data import RLDataLoader, describe_row
     from verl.models import load_tokenizer
     from verl.trainer.config import load_run
+    from verl.trainer.hybrid import Tasks
+    from verl.trainer.tasks import Hybrid
     settings = load_run(args.config, args.overrides).config
     if not settings.model.actor.model_name_or_path:
         raise ConfigError("model.actor.model_name_or_path is not set; its tokenizer is needed to show rows")
     tokenizer = load_tokenizer(settings.model.actor.model_name_or_path, settings.model.actor.trust_remote_code)
-    loader = RLDataLoader(settings.data)
-    for line in loader.bind(tokenizer, settings.trainer.seed):
-        print(line)
-    print(describe_row(tokenizer, loader.prompts[0], settings.data))
+    mixture = isinstance(settings.trainer.algo, Hybrid)
+    loader = RLDataLoader(settings.data) if settings.data.train is not None or not mixture else None
+    for name, own in [(t.name, t.loader) for t in Tasks(settings.trainer, loader)] if mixture else [("", loader)]:
+        for line in own.bind(tokenizer, settings.trainer.seed):
+            print(f"{name}: {line}" if name else line)
+        print(describe_row(tokenizer, own.prompts[0], own.config))
     return 0
 
 
