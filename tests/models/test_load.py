@@ -207,12 +207,6 @@ def test_directories_that_are_none(directory, tmp_path):
         load_lm(directory)
 
 
-def test_an_encoder_decoder_is_refused(tmp_path):
-    from transformers import T5Config
-    T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=50).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="encoder-decoder"):
-        load_lm(tmp_path)
-
 
 def test_a_tokenizer_with_more_ids_than_rows(directory):
     made = load_tokenizer(directory)

@@ -123,7 +123,9 @@ class _Run:
             mask_BL[b, longest - len(row.prompt_ids):] = 1
         self.lm.module.generate(
             torch.from_numpy(ids_BL).to(self.lm.device), attention_mask=torch.from_numpy(mask_BL).to(self.lm.device),
-            generation_config=GenerationConfig(max_new_tokens=self.sampling.max_tokens, do_sample=False, use_cache=True),
+            generation_config=GenerationConfig(
+                max_new_tokens=self.sampling.max_tokens, do_sample=False, use_cache=True,
+                decoder_start_token_id=getattr(self.lm.module.config, "decoder_start_token_id", None)),
             logits_processor=LogitsProcessorList([_Draw(self)]), stopping_criteria=StoppingCriteriaList([_Stop(self)]))
 
     def draw(self, logits_BV: torch.Tensor) -> torch.Tensor:

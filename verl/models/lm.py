@@ -89,7 +89,7 @@ class LM:
         values_T[t] is the value of the state *before* target t was chosen. scores_S is the score head's output on the
         last token of each sequence (a batch packed with keep_last); nothing else is computed then.
         """
-        hidden_ND = self.hidden(packed.ids_N, packed.positions_N, packed) if self.native else self._unpacked(packed)
+        hidden_ND = self._states(packed)
         out = Outputs()
         if scores:
             if self.score_head is None:
@@ -105,6 +105,14 @@ class LM:
                 raise ValueError("values were asked of a model without a value head; add_value_head() first")
             out.values_T = _read(self.value_head, hidden_TD)
         return out
+
+    def _states(self, packed: Packed) -> torch.Tensor:
+        if self.native:
+            return self.hidden(packed.ids_N, packed.positions_N, packed)
+        if self.module.config.is_encoder_decoder:
+            from verl.models import seq2seq
+            return seq2seq.hidden(self, packed)
+        return self._unpacked(packed)
 
     def _unpacked(self, packed: Packed) -> torch.Tensor:
         """Hidden states [N, D] for an architecture that cannot be packed: each sequence alone, behind its own prompt."""

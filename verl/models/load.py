@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from verl.core.errors import ModelError
+from verl.models import seq2seq
 from verl.models.head import HeadSpec
 from verl.models.lm import LM
 from verl.models.prove import prove
@@ -68,8 +69,9 @@ def load_lm(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: 
     """
     device = torch.device(device)
     config = _check_decoder(path, trust_remote_code)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        module, found = AutoModelForCausalLM.from_pretrained(
+        module, found = family.from_pretrained(
             path, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code, attn_implementation="eager",
             output_loading_info=True)
     except Exception as error:
@@ -93,7 +95,10 @@ def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, stri
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     head = HeadSpec(rows=used, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
     lm = LM(module=module, tokenizer=tokenizer, path=path, head=head, stop_ids=stop_ids(module, tokenizer))
-    prove(lm)
+    if module.config.is_encoder_decoder:
+        seq2seq.prove(lm)
+    else:
+        prove(lm)
     if strict_native and not lm.native:
         raise ModelError(f"{config.model_type} ({path!r}) is refused: {lm.why_not}; use trainer.rollout.engine: hf")
     if lora is not None and lora.rank > 0:
@@ -159,8 +164,6 @@ def _check_directory(path: str | os.PathLike, trust_remote_code: bool):
 def _check_decoder(path: str | os.PathLike, trust_remote_code: bool):
     """The config of a model that writes text; refuses the others by name."""
     config = _check_directory(path, trust_remote_code)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{str(path)!r} is an encoder-decoder ({config.model_type}); decoder-only models are supported")
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if masked and not any("Causal" in str(a) or "LMHead" in str(a) for a in config.architectures or ()):
         raise ModelError(f"{str(path)!r} is an encoder ({config.model_type}); it can judge as a reward model; only decoders "
