@@ -146,8 +146,8 @@ def test_remax_takes_the_greedy_answer_as_baseline(model):
 def test_kto_compares_with_answers_under_other_prompts():
     from verl.core.batch import Batch
     from verl.trainer.offline import mismatched
-    batch = Batch(prompts=[np.array([1]), np.array([2, 3])], prompt_S=np.array([0, 1, 1]), lengths_S=np.array([1, 2, 1]),
-                  ids_T=np.array([5, 6, 7, 8]), mask_T=np.ones(4, bool), row_S=np.arange(3), group_S=np.arange(3),
-                  label_S=np.array([1, -1, 1], np.int8))
-    other = mismatched(batch)
-    assert other.prompt_S.tolist() == [1, 1, 0] and other.ids_T.tolist() == [5, 6, 7, 8] and other.label_S.tolist() == [0, 0, 0]
+    batch = Batch(prompts=[np.array([1]), np.array([2, 3]), np.array([2, 3])], prompt_S=np.array([0, 0, 1, 2]),
+                  lengths_S=np.array([1, 2, 1, 1]), ids_T=np.array([5, 6, 7, 8, 9]), mask_T=np.ones(5, bool), row_S=np.arange(4),
+                  group_S=np.arange(4), label_S=np.array([1, -1, 1, -1], np.int8))
+    other = mismatched(batch)  # a pair shares a prompt, and two rows may have the same one: neither is another prompt
+    assert other.prompt_S.tolist() == [1, 1, 0, 0] and other.ids_T.tolist() == [5, 6, 7, 8, 9] and not other.label_S.any()

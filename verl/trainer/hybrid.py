@@ -205,33 +205,40 @@ def update(run: Run, parts: Parts, algo: Hybrid, policy: TrainEngine, ref: Refer
     """
     total, logs = rl.UpdateLog(), {part.task.name: rl.UpdateLog() for part in parts}
     cuts = run.config.updates_per_step // run.config.update_epochs
-    measure = algo.grad_norm_every and (run.step + 1) % algo.grad_norm_every == 0
-    ended: set[str] = set()
+    measure = bool(algo.grad_norm_every) and (run.step + 1) % algo.grad_norm_every == 0
+    apart = critic if critic is not policy else None
+    ended: set[str] = set()  # tasks that moved far enough from their samples
     for epoch in range(run.config.update_epochs):
         pieces = {part.task.name: _cut(run, part, cuts, epoch) for part in parts}
         for i in range(cuts):
-            loss, alone = 0.0, critic is not None and critic is not policy
+            loss = 0.0
             for part in parts:
                 name = part.task.name
                 if i >= len(pieces[name]) or name in ended:
                     continue
-                mini = pieces[name][i]
-                with own_gradient(policy.optimizer, measure) as norm:
-                    metrics = accumulate(mini, part, run.sampling.max_tokens, policy, ref)
-                    if alone and part.algo.needs_critic:
-                        metrics |= {"critic/loss": critic.forward_backward(mini, part.algo.value_loss, logprobs=False)["loss"]}
-                loss += metrics["loss"]
-                metrics["loss"] /= part.task.weight
-                if norm:
-                    metrics["grad_norm"] = norm[0] / part.task.weight
-                logs[name].rows.append(metrics if not logs[name].rows
-                                       else {k: v for k, v in metrics.items() if not k.startswith("sampling/")})
+                metrics = share(pieces[name][i], part, run.sampling.max_tokens, policy, ref, apart, measure)
+                loss += part.task.weight * metrics["loss"]
+                logs[name].add(metrics)
                 if hasattr(part.algo, "should_stop") and part.algo.should_stop(metrics.get("approx_kl", 0.0)):
                     ended.add(name)
             total.add({"loss": loss}, policy.step())
-            if alone:
-                total.add({}, critic.step(), "critic/")
+            if apart is not None:
+                total.add({}, apart.step(), "critic/")
     return total.result() | {k: v for part in parts for k, v in _named(part.task, logs[part.task.name].result()).items()}
+
+
+def share(mini: Batch, part: Part, max_tokens: int, policy: TrainEngine, ref: Reference | None, critic: TrainEngine | None,
+          measure: bool) -> dict[str, float]:
+    """A task's share of one update (`critic`: one with weights of its own); metrics of the task's own loss."""
+    with own_gradient(policy.optimizer, measure) as norm:
+        metrics = accumulate(mini, part, max_tokens, policy, ref)
+    metrics["loss"] /= part.task.weight
+    if norm:
+        metrics["grad_norm"] = norm[0] / part.task.weight
+    if critic is not None and part.algo.needs_critic:
+        values = critic.forward_backward(mini, part.algo.value_loss, logprobs=False)
+        metrics |= {"critic/loss" if k == "loss" else k: v for k, v in values.items()}
+    return metrics
 
 
 def accumulate(mini: Batch, part: Part, max_tokens: int, policy: TrainEngine, ref: Reference | None) -> dict[str, float]:

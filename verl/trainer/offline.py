@@ -66,8 +66,15 @@ def context(batch: Batch, algo: Algorithm, policy: TrainEngine, ref: Reference |
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Every answer under the next row's prompt, with label 0: never trained on, only compared with the reference."""
-    return replace(batch, prompt_S=np.roll(batch.prompt_S, -1), label_S=np.zeros(len(batch), np.int8), ref_logprobs_T=None)
+    """Every answer under the next other prompt, with label 0: never trained on, only compared with the reference.
+
+    Prompts are told apart by their tokens, since both answers of a pair have the same one. A batch with one prompt has
+    no other.
+    """
+    keys = [prompt.tobytes() for prompt in batch.prompts]
+    n = len(keys)
+    other_P = np.array([next((p + s) % n for s in range(1, n + 1) if keys[(p + s) % n] != keys[p] or s == n) for p in range(n)])
+    return replace(batch, prompt_S=other_P[batch.prompt_S], label_S=np.zeros(len(batch), np.int8), ref_logprobs_T=None)
 
 
 def evaluate(run: Run, tasks, algo: Algorithm, policy: TrainEngine, ref: Reference | None, step: int) -> None:

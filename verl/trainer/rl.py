@@ -133,12 +133,13 @@ class UpdateLog:
     def __init__(self):
         self.rows: list[dict[str, float]] = []
 
-    def add(self, metrics: dict[str, float], info: StepInfo, prefix: str = "") -> None:
+    def add(self, metrics: dict[str, float], info: StepInfo | None = None, prefix: str = "") -> None:
+        """Metrics of one update, and of the optimizer's step when it is this one's own."""
         if any(r for r in self.rows):
             metrics = {k: v for k, v in metrics.items() if not k.startswith("sampling/")}
-        row = metrics | {f"{prefix}lr": info.lr, f"{prefix}grad_norm": info.grad_norm,
-                         f"{prefix}updates_skipped": float(bool(info.skipped))}
-        self.rows.append(row)
+        own = {} if info is None else {f"{prefix}lr": info.lr, f"{prefix}grad_norm": info.grad_norm,
+                                       f"{prefix}updates_skipped": float(bool(info.skipped))}
+        self.rows.append(metrics | own)
 
     def result(self) -> dict[str, float]:
         out: dict[str, float] = {}
