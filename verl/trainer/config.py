@@ -55,7 +55,7 @@ class SaveConfig:
 class RolloutConfig:
     """Where and with what memory responses are sampled."""
 
-    engine: str = option("auto", "auto | native | vllm | hf, or module:Class")
+    engine: str | bool = option("auto", "auto | native | vllm | hf, or module:Class; true is vllm, false auto")
     workers: int = option(1, "independent rollout processes")
     tensor_parallel_size: int = option(1, "GPUs one rollout copy is split over")
     kv_cache_dtype: str = option("auto", "auto | bf16 | fp8: what keys and values are stored in")
@@ -63,7 +63,7 @@ class RolloutConfig:
     chunked_prefill: bool = option(True, "long prompts are read in pieces between decode steps")
 
     def __post_init__(self):
-        self.engine = {"true": "vllm", "false": "auto"}.get(self.engine.lower(), self.engine)  # use_vllm is an alias
+        self.engine = {True: "vllm", False: "auto"}.get(self.engine, self.engine)  # use_vllm is an alias
         if self.kv_cache_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype: {self.kv_cache_dtype!r} is not known; allowed: {', '.join(KV_DTYPES)}")
         if not 0 < self.kv_memory <= 0.95 or self.workers < 1 or self.tensor_parallel_size < 1:
