@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.core import weights
 from verl.core.errors import WeightsError
-from verl.core.weights import Receipt, Weights, block_sum, checksum, fold
+from verl.core.weights import Receipt, Weights, block_sum, block_sums, checksum, fold
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.float8_e4m3fn]
 
@@ -37,6 +38,19 @@ def test_blocks_add_up_to_the_whole_however_it_is_cut(shape, dtype, seed, cuts):
     tensor = random_tensor(shape, dtype, seed)
     total = sum(block_sum(block, start, shape).item() for block, start in cut(tensor, cuts))
     assert fold(total, shape) == checksum(tensor)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 19), max_size=3), st.sampled_from(DTYPES), st.integers(0, 19)), min_size=1,
+                max_size=6), st.sampled_from([(30, 50), (1000, 5000)]))
+def test_sums_of_many_blocks_are_those_of_each(described, limits):
+    blocks = []
+    for i, (shape, dtype, place) in enumerate(described):
+        blocks += [(block, start, shape) for block, start in cut(random_tensor(shape, dtype, i), [(i, place)])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_SMALL", {"cpu": limits[0]})
+        patch.setattr(weights, "_TOGETHER", limits[1])
+        assert block_sums(blocks).tolist() == [block_sum(*block).item() for block in blocks]
 
 
 @settings(max_examples=60, deadline=None)

@@ -108,8 +108,8 @@ class Planted(TorchTransport):
 
     def post(self, tag, sends, receives):
         if self.rank == 0 and tag == 1 and self.fault == "drop":
-            super().post(tag, [m for m in sends if m[0] != 1], receives)
-            return [lambda _: None] * (len(sends) + len(receives))
+            waits = iter(super().post(tag, [m for m in sends if m[0] != 1], receives))
+            return [(lambda _: None) if peer == 1 else next(waits) for peer, _ in [*sends, *receives]]
         if self.rank == 0 and tag == 1 and self.fault == "flip":
             for peer, message in sends:
                 if peer == 1:
@@ -121,7 +121,7 @@ class Planted(TorchTransport):
 
 def faulty(rank, fault, deadline_s):
     """A load with a fault: (error, seconds, what the receiver says when it is used)."""
-    made = plan(whole(TABLE, [0]), whole(TABLE, [1, 2]), bucket_bytes=4096)
+    made = plan(whole(TABLE, [0]), whole(TABLE, [1, 2]))
     target = Target(empty_arrays(made.destination, rank), version=0) if rank else None
     started = time.monotonic()
     with pytest.raises(WeightsError) as caught:
@@ -194,3 +194,25 @@ def two_models(rank):
 def test_a_group_of_some_ranks_and_two_models():
     results = run_world(3, two_models)
     assert [result for result, _ in results] == [None, (1, 2), (1, 2)], results
+
+
+def over_nccl(rank):
+    """Two GPUs that train and sample: FSDP shards become tensor-parallel slices, some by wire and some by copy."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    made = plan(fsdp(TABLE, [0, 1]), tensor_parallel(TABLE, RULES, [0, 1]), bucket_bytes=512)
+    transport = TorchTransport("policy", dist.new_group(backend="nccl"), device)
+    full = filled(TABLE, 1)
+    arrays = {name: t.to(device) for name, t in stored(made.source, rank, full).items()}
+    target = Target({name: t.to(device) for name, t in empty_arrays(made.destination, rank).items()})
+    report = transfer(made, transport, version=1, arrays=arrays, target=target, deadline_s=60)
+    for p in made.destination.pieces[rank]:
+        assert same_bits(p.view(target.arrays, p.box).cpu(), block(full[p.tensor], p.box)), p
+    return report.sent_bytes, report.received_bytes, made.sent[rank], made.lacking[rank]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_move_between_gpus():
+    results = run_world(2, over_nccl)
+    assert not [error for _, error in results if error], results
+    assert all(r[0] == r[2] and r[1] == r[3] for r, _ in results)

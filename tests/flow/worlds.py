@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -23,7 +24,8 @@ def _main(function, rank, ranks, store, connection, args):
         connection.send((function(rank, *args), None))
     except Exception as error:
         connection.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    connection.recv()  # stay until everybody is done: a rank that leaves early breaks the others' connections
+    with contextlib.suppress(EOFError):
+        connection.recv()  # stay until everybody is done: a rank that leaves early breaks the others' connections
 
 
 def run_world(ranks, function, *args, limit_s=60):

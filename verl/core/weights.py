@@ -12,7 +12,8 @@ from verl.core.errors import WeightsError
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _63 = (1 << 63) - 1
 _ROWS = 0x3C6EF372FE94F82B
-_SMALL, _TOGETHER = 1 << 16, 1 << 20  # elements of a block that is summed together with others, and of all of those
+_SMALL = {"cpu": 1 << 10, "cuda": 1 << 16}  # elements up to which a block is cheaper summed together with others
+_TOGETHER = 1 << 20  # elements summed together
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -67,7 +68,7 @@ def block_sums(blocks: Sequence[Block]) -> torch.Tensor:
     groups: dict[torch.dtype, list[list[int]]] = {}
     room: dict[torch.dtype, int] = {}
     for i, (block, start, shape) in enumerate(blocks):
-        if not 0 < block.numel() <= _SMALL or not 1 <= block.dim() <= 2:
+        if not 0 < block.numel() <= _SMALL[block.device.type] or not 1 <= block.dim() <= 2:
             sums[i] = block_sum(block, start, shape)
             continue
         if room.get(block.dtype, 0) < block.numel():

@@ -108,20 +108,16 @@ class Piece:
     def view(self, arrays: Mapping[str, torch.Tensor], box: Box) -> torch.Tensor:
         """The part of the storage that holds `box`, which lies in this piece. Raises WeightsError when it cannot."""
         extra = len(self.offset) - len(box.start)
-        try:
-            found = arrays[self.array]
-            if found.dim() != len(self.offset):
-                raise IndexError(f"its array has {found.dim()} axes, the layout says {len(self.offset)}")
-            for place in self.offset[:extra]:
-                found = found[place]
-            for axis, (place, first, low, high) in enumerate(zip(self.offset[extra:], self.box.start, box.start, box.stop)):
-                found = found.narrow(axis, place + low - first, high - low)
-        except (KeyError, IndexError, RuntimeError) as error:
-            shape = tuple(arrays[self.array].shape) if self.array in arrays else "missing"
-            raise WeightsError(f"{self.tensor} {self.box.start} to {self.box.stop} should be stored in {self.array!r} at "
-                               f"{self.offset}, but that array is {shape}: {error}. The layout describes another model or "
-                               "another parallel size than the one that is running") from error
-        return found
+        within = (slice(place + low - first, place + high - first) for place, first, low, high
+                  in zip(self.offset[extra:], self.box.start, box.start, box.stop))
+        array = arrays[self.array] if self.array in arrays else None
+        if array is not None and array.dim() == len(self.offset) and all(i < n for i, n in zip(self.offset[:extra], array.shape)):
+            found = array[(*self.offset[:extra], *within)]
+            if found.shape == box.shape:
+                return found
+        raise WeightsError(f"{self.tensor} {self.box.start} to {self.box.stop} should be stored in {self.array!r} at "
+                           f"{self.offset}, but that array is {'missing' if array is None else tuple(array.shape)}. The layout "
+                           "describes another model or another parallel size than the one that is running")
 
 
 @dataclass(frozen=True)

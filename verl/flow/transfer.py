@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from verl.core.errors import WeightsError
-from verl.core.weights import Receipt, block_sum, fold, hash_name
+from verl.core.weights import Block, Receipt, block_sums, fold, hash_name
 from verl.flow.layout import Box, Piece
 from verl.flow.reshard import Bucket, Move, Plan
 from verl.flow.transport import Transport, Wait, Wires
@@ -122,10 +122,10 @@ class _Run:
         self.incoming = {s: buckets for (s, d), buckets in plan.buckets.items() if d == self.me}
         self.local = [m for m in plan.local if m.destination == self.me]
         self.sent = self.received = self.messages = self.copied = self.shared = 0
-        self.sums_out: dict[tuple[str, Box], torch.Tensor] = {}  # of the blocks as the source holds them
         self.sums_in: dict[tuple[str, Box], int] = {}  # of the blocks as they landed
         self.claims: list[tuple[Move, str, int]] = []  # what landed, from where, and its checksum at the source
         self._stored: tuple[dict, dict] = tuple(self._by_tensor(layout) for layout in (plan.source, plan.destination))
+        self._views: dict[Move, list[torch.Tensor]] = {}  # of moves that land here, as the arrays were at the start
 
     def _by_tensor(self, layout) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}
@@ -163,6 +163,7 @@ class _Run:
                 raise WeightsError(f"the plan leaves out what rank {rank} should hold since version {base}, but it holds "
                                    f"{'nothing' if held is None else f'version {held}'}; plan with the versions that are held")
 
+    @torch.no_grad()
     def _unfit(self) -> str | None:
         """Why this rank cannot take part, or None."""
         outside = sorted({*self.plan.ranks} - {*self.transport.ranks})
@@ -177,10 +178,11 @@ class _Run:
             for move in (*moved, *self.local):
                 if move.source == self.me:
                     self._source(move)
-                dtype = self.plan.destination.table[move.tensor].dtype
-                wrong = [v.dtype for v in self._places(move) if v.dtype != dtype] if move.destination == self.me else []
-                if wrong:
-                    return f"{move.tensor} is stored as {wrong[0]}, the layout says {dtype}"
+                if move.destination == self.me:
+                    self._views[move] = views = self._places(move)
+                    dtype = self.plan.destination.table[move.tensor].dtype
+                    if wrong := [v.dtype for v in views if v.dtype != dtype]:
+                        return f"{move.tensor} is stored as {wrong[0]}, the layout says {dtype}"
         except WeightsError as error:
             return str(error)
         return None
@@ -211,7 +213,7 @@ class _Run:
         while flying:
             self._settle(flying.popleft())
         for peer, message, buckets, wait in sums:
-            self._await(wait, f"checksums {'to' if buckets is None else 'from'} rank {peer}", peer)
+            self._await(wait, "checksums", peer, taking=buckets is not None)
             named = [(m, f"bucket {b.index + 1} of {b.count} from rank {peer}") for b in buckets or () for m in b.moves]
             self.claims += [(m, where, claim) for (m, where), claim in zip(named, message.view(torch.int64).tolist())]
         if self.received != self.plan.lacking.get(self.me, 0) or self.sent != self.plan.sent.get(self.me, 0):
@@ -227,22 +229,19 @@ class _Run:
 
     def _source(self, move: Move) -> torch.Tensor:
         piece = next(p for p in self._stored[0][move.tensor] if p.box.contains(move.box))
-        return piece.view(self.arrays, move.box).detach()
+        return piece.view(self.arrays, move.box)
 
     def _places(self, move: Move) -> list[torch.Tensor]:
         """Every place where this rank stores the block, as the arrays are now."""
-        return [p.view(self.target.arrays, move.box).detach() for p in self._stored[1][move.tensor]
-                if p.box.contains(move.box)]
+        return [p.view(self.target.arrays, move.box) for p in self._stored[1][move.tensor] if p.box.contains(move.box)]
 
-    def _sum(self, move: Move, block: torch.Tensor) -> torch.Tensor:
-        return block_sum(block, move.box.start, self.plan.destination.table[move.tensor].shape)
+    def _block(self, move: Move, storage: torch.Tensor) -> Block:
+        spec = self.plan.destination.table[move.tensor]
+        return storage.to(spec.dtype), move.box.start, spec.shape
 
     def _pack(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's message: a view of the storage when it is one contiguous block, else a flattened copy."""
         blocks = [self._source(m).to(bucket.dtype) for m in bucket.moves]
-        for move, block in zip(bucket.moves, blocks):
-            if (move.tensor, move.box) not in self.sums_out:  # several receivers of one block share its checksum
-                self.sums_out[move.tensor, move.box] = self._sum(move, block)
         first = blocks[0]
         if len(blocks) == 1 and first.is_contiguous() and first.device == self.transport.device:
             return first.reshape(-1).view(torch.uint8)
@@ -253,24 +252,26 @@ class _Run:
 
     def _room(self, bucket: Bucket) -> torch.Tensor:
         """Where the bucket's message arrives: its place itself when that is one contiguous block."""
-        places = self._places(bucket.moves[0])
+        places = self._views[bucket.moves[0]]
         if len(bucket.moves) == len(places) == 1 and places[0].is_contiguous() and places[0].device == self.transport.device:
             return places[0].reshape(-1).view(torch.uint8)
         return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.transport.device)
 
-    def _await(self, wait: Wait, what: str, peer: int) -> None:
+    def _await(self, wait: Wait, what: str, peer: int, taking: bool) -> None:
+        name = f"version {self.version}: {what} {'from' if taking else 'to'} rank {peer}"
         try:
             wait(self.left())
-        except TimeoutError as error:
-            raise WeightsError(f"version {self.version}: {what} did not get through to rank "
-                               f"{self.me if ' from ' in what else peer} within {self.deadline_s:g} s; the load is void") from error
+        except TimeoutError as error:  # a receiver that does not take its bucket has a better reason to give
+            raise (WeightsError if taking else _Secondary)(
+                f"{name} did not get through to rank {self.me if taking else peer} within {self.deadline_s:g} s; the load is void"
+            ) from error
         except ConnectionError as error:
-            raise _Secondary(f"version {self.version}: {what}: rank {peer} went away ({error}); the load is void") from error
+            raise _Secondary(f"{name}: rank {peer} went away ({error}); the load is void") from error
 
     def _settle(self, batch: list[tuple[Bucket, int, torch.Tensor | None, Wait]]) -> None:
         for bucket, peer, room, wait in batch:
-            what = f"bucket {bucket.index + 1} of {bucket.count} {'to' if room is None else 'from'} rank {peer}"
-            self._await(wait, f"{what} ({bucket.moves[0].tensor} and what follows)", peer)
+            what = f"bucket {bucket.index + 1} of {bucket.count} ({bucket.moves[0].tensor} and what follows)"
+            self._await(wait, what, peer, taking=room is not None)
             if room is None:
                 self.sent += bucket.nbytes
                 self.messages += 1
@@ -281,27 +282,33 @@ class _Run:
     def _land(self, bucket: Bucket, room: torch.Tensor) -> None:
         blocks = room.view(bucket.dtype).split([m.box.size for m in bucket.moves])
         for move, block in zip(bucket.moves, blocks):
-            for place in self._places(move):
+            for place in self._views[move]:
                 if place.data_ptr() != block.data_ptr():
                     place.copy_(block.view(move.box.shape))
 
     def _copy_local(self) -> None:
         """Blocks this rank has already: from its source storage to its target, unless the two are one."""
+        copied = []
         for move in self.local:
             block = self._source(move)
-            apart = [p for p in self._places(move) if not _same_storage(p, block)]
-            if not apart:
-                self.shared += move.nbytes
-                continue
+            apart = [place for place in self._views[move] if not _same_storage(place, block)]
             for place in apart:
                 place.copy_(block)
-            self.copied += move.nbytes
-            self.claims.append((move, "this rank's own storage", self._sum(move, block.to(apart[0].dtype)).item()))
+            if apart:
+                copied.append((move, self._block(move, block)))
+                self.copied += move.nbytes
+            else:
+                self.shared += move.nbytes
+        sums = block_sums([block for _, block in copied]).tolist() if copied else []
+        self.claims += [(move, "this rank's own storage", claim) for (move, _), claim in zip(copied, sums)]
 
     def _exchange_sums(self) -> list[tuple[int, torch.Tensor, tuple[Bucket, ...] | None, Wait]]:
         """Post the checksums of all blocks: (peer, message, buckets they belong to or None when they are sent, wait)."""
-        sends = [(peer, torch.stack([self.sums_out[m.tensor, m.box] for b in buckets for m in b.moves])
-                  .to(self.transport.device).view(torch.uint8)) for peer, buckets in self.outgoing.items()]
+        leaving = {peer: [m for b in buckets for m in b.moves] for peer, buckets in self.outgoing.items()}
+        unlike = {(m.tensor, m.box): m for moves in leaving.values() for m in moves}  # receivers of one block share its checksum
+        sums = block_sums([self._block(m, self._source(m)) for m in unlike.values()]).to(self.transport.device) if unlike else None
+        row = {key: i for i, key in enumerate(unlike)}
+        sends = [(peer, sums[[row[m.tensor, m.box] for m in moves]].view(torch.uint8)) for peer, moves in leaving.items()]
         rooms = [(peer, torch.empty(8 * sum(len(b.moves) for b in buckets), dtype=torch.uint8, device=self.transport.device))
                  for peer, buckets in self.incoming.items()]
         waits = self._post(0, sends, rooms)
@@ -316,7 +323,7 @@ class _Run:
         if self.target is None:
             return None
         landed = [(m, where, claim, place) for m, where, claim in self.claims for place in self._places(m)]
-        sums = torch.stack([self._sum(m, place) for m, _, _, place in landed]).tolist() if landed else []
+        sums = block_sums([self._block(m, place) for m, _, _, place in landed]).tolist() if landed else []
         wrong = [(row, got) for row, got in zip(landed, sums) if row[2] != got]
         if wrong:
             (move, where, claim, place), got = wrong[0]
@@ -334,7 +341,7 @@ class _Run:
     def _diagnose(self, move: Move, claim: int, place: torch.Tensor, got: int) -> str:
         if self.target.stale(move, got):
             return f"it is still that of version {self.target.version}: a stale copy was sent or kept"
-        if place.dim() == 2 and self._sum(move, place.reshape(*place.shape[::-1]).t()) == claim:
+        if place.dim() == 2 and block_sums([self._block(move, place.reshape(*place.shape[::-1]).t())]).item() == claim:
             return "it is transposed"
         return "its bytes are not those that were sent"
 
