@@ -226,7 +226,8 @@ def test_sigkill_in_mid_step_then_resume_equals_the_uninterrupted_run(tmp_path):
     - {algorithm: grpo, weight: 0.2, group_size: 4}
 """
     config = mixture(tmp_path, tasks)
-    args = ["trainer.steps=6", "trainer.save.every=2", "trainer.sampling.max_tokens=24", "trainer.train_batch_size=8"]
+    args = ["trainer.steps=5", "trainer.save.every=2", "trainer.sampling.max_tokens=24", "trainer.train_batch_size=8",
+            "data.eval=null"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert verl("train", config, *args, f"trainer.output_dir={whole}").returncode == 0
     journal = killed / "progress.journal"
@@ -246,15 +247,30 @@ def test_sigkill_in_mid_step_then_resume_equals_the_uninterrupted_run(tmp_path):
         assert curve(whole, name) == curve(killed, name) and curve(whole, name), name
 
 
-def test_signals_stop_between_tasks_and_the_same_command_goes_on(tmp_path):
+STOPS = """
+
+def stops(completions, trainer_state, **kw):
+    import os, pathlib, signal
+    once = pathlib.Path(__file__).with_name("once")
+    if trainer_state.global_step == 2 and not once.exists():  # in the third step, before dpo and the update
+        once.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return digits(completions)
+"""
+
+
+def test_a_signal_stops_between_tasks_and_the_same_command_goes_on(tmp_path):
+    """What the first tasks took from their data in the step that was stopped is taken again."""
     config = mixture(tmp_path)
+    (tmp_path / "my.py").write_text((tmp_path / "my.py").read_text() + STOPS)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    args = ["trainer.steps=6", "trainer.save.every=0", "data.eval=null"]
+    args = ["trainer.steps=4", "data.eval=null"]
     assert verl("train", config, *args, f"trainer.output_dir={whole}").returncode == 0
-    code, out = verl_until("train", config, *args, f"trainer.output_dir={stopped}", sig=signal.SIGTERM,
-                           ready=lambda: (stopped / "metrics.jsonl").exists() and len(curve(stopped, "loss")) >= 2)
-    assert code == 128 + signal.SIGTERM, out
-    assert verl("train", config, *args, f"trainer.output_dir={stopped}").returncode == 0
+    args += [f"trainer.output_dir={stopped}", "trainer.rewards=[{function: 'my.py:stops'}]"]
+    assert verl("train", config, *args).returncode == 128 + signal.SIGTERM
+    assert len(curve(stopped, "loss")) == 2
+    assert verl("train", config, *args).returncode == 0
+    assert curve(whole, "loss") == curve(stopped, "loss")
     a, b = weights(whole), weights(stopped)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
