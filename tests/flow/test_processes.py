@@ -178,13 +178,13 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def two_models(rank):
-    """Actor and critic have transports of their own over one group; a group of its own works the same."""
+    """Two models, then one of them again through a transport made anew, over a group of two of the three ranks."""
     table = only(TABLE, "embed*")
     made = plan(whole(table, [1]), whole(table, [2]))
     group = dist.new_group([1, 2])
     if rank == 0:
         return None
-    transports = [TorchTransport("actor", group), TorchTransport("critic", group)]
+    transports = [TorchTransport(name, group) for name in ("actor", "critic", "actor")]
     for seed, transport in enumerate(transports):
         target = Target(empty_arrays(made.destination, rank)) if rank == 2 else None
         sync(made, transport, target, filled(table, seed), 1, deadline_s=20)

@@ -57,7 +57,8 @@ class TorchTransport:
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(self.group))
         self.device, self.grace_s = torch.device(device), grace_s
-        self._store = dist.PrefixStore(f"verl/{name}", store or dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"verl/{name}", store or dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(str(store.add(f"made/{self.rank}", 1)), store)  # nothing of an earlier one is read
         self._turn = 0
         if self.device.type == "cuda":  # NCCL makes its communicator in the first call, in which every rank must take part
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
