@@ -90,3 +90,18 @@ def test_a_signal_during_the_update_loses_and_repeats_no_row(config, tmp_path, a
     assert verl("train", config, *args, stopped).returncode == 0
     assert curve(whole) == curve(tmp_path / "stopped")
     same(weights(whole), weights(tmp_path / "stopped"))
+
+
+def test_adapters_resume_and_export_to_the_policy_that_was_trained(config, tmp_path):
+    args = ["model.actor.lora.rank=4", "trainer.algo.kl_coef=0.1"]
+    whole, short = tmp_path / "whole", tmp_path / "short"
+    assert verl("train", config, *args, "trainer.steps=4", f"trainer.output_dir={whole}").returncode == 0
+    assert verl("train", config, *args, "trainer.steps=2", f"trainer.output_dir={short}").returncode == 0
+    half = weights(short)
+    assert verl("train", config, *args, "trainer.steps=4", f"trainer.output_dir={short}").returncode == 0
+    same(weights(whole), weights(short))
+    assert curve(whole, "kl") == curve(short, "kl") and curve(whole, "kl")[-1][1] > 0
+    assert any(not torch.equal(half[name], tensor) for name, tensor in weights(whole).items())
+    (tmp_path / "exported").mkdir()
+    assert verl("export", str(short), str(tmp_path / "exported" / "model")).returncode == 0
+    same(weights(whole), weights(tmp_path / "exported"))

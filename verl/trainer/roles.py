@@ -68,7 +68,10 @@ def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: 
     longest_prompt, in tokens, lets the sampler's cache be no larger than the run can use.
     """
     trainer, algo = config.trainer, config.trainer.algo
-    actor = actor or load_role(config.model.actor, "actor", notes, lora=config.model.actor.lora)
+    if actor is None:
+        with torch.random.fork_rng(devices=[]):  # fresh adapters are drawn from torch's own generator
+            torch.default_generator.manual_seed(trainer.seed)
+            actor = load_role(config.model.actor, "actor", notes, lora=config.model.actor.lora)
     needs_reference = algo.needs_reference
     reference_engine = build_reference(config, actor, reference, notes) if needs_reference else None
     shared_critic = algo.needs_critic and critic in (None, actor) and config.model.critic.model_name_or_path is None
