@@ -113,8 +113,11 @@ class Report:
     def close(self) -> None:
         """End the display, flush and close every sink. Idempotent."""
         self.display.close()
-        for sink in self._sinks.values():
-            sink.close()
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except Exception as error:  # as in `log`
+                self.note(f"{name} did not close ({redact(str(error)):.200}); metrics.jsonl is whole")
         self._sinks = {}
         self._file.close()
 

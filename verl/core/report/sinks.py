@@ -33,7 +33,7 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path, run_id: str, first_step: int, config: dict[str, Any]):
         from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
+        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
