@@ -56,6 +56,14 @@ def test_every_sharding_strategy_loads(strategy):
     (["data.eval_size=5", "data.eval=x.jsonl"], "eval_size"),
     (["trainer.algo.gamma=0.9"], "gamma"),
     (["trainer.rewards=[{weight: 1.0}]"], "exactly one"),
+    (["trainer.save.keep_last=0"], "at least 1"),
+    (["trainer.save.every=-1"], "at least 0"),
+    (["trainer.eval.every=-1"], "at least 0"),
+    (["trainer.eval.samples=0"], "at least 1"),
+    (["trainer.eval.top_p=0"], "top_p"),
+    (["trainer.seed=-1"], "at least 0"),
+    (["trainer.samples_every=-1"], "at least 0"),
+    (["trainer.epochs=0"], "above 0"),
 ])
 def test_impossible_settings_are_refused_with_the_way_out(overrides, words):
     with pytest.raises(ConfigError) as error:

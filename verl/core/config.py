@@ -298,11 +298,11 @@ def _scalar(hint: Any, node: Node, path: bool | str) -> Any:
 
 
 def _located(value: str, node: Node) -> str:
-    """A string that may be a path: absolute when it is written as one, is a glob, or exists, else as it is (a hub name)."""
+    """A string that may be a path (or `file.py:name`): absolute when written as one, a glob, or there; else as it is (a hub name)."""
     if "{" in value or "\n" in value:
         return value  # text that may also be given as a file, such as a template
-    candidate = _absolute(value, node.base)
-    return str(candidate) if value.startswith((".", "~", "/")) or has_magic(value) or candidate.exists() else value
+    candidate, file = _absolute(value, node.base), _absolute(re.sub(r"(?<=\.py):\w+$", "", value), node.base)
+    return str(candidate) if value.startswith((".", "~", "/")) or has_magic(value) or file.exists() else value
 
 
 def _absolute(path: str | Path, base: Path) -> Path:

@@ -40,9 +40,9 @@ class RewardSource:
     Raises ConfigError when none or several kinds are set, or a number is out of range.
     """
 
-    function: str | None = option(None, "file.py:name or module:name, called with TRL's keywords")
+    function: str | None = option(None, "file.py:name or module:name, called with TRL's keywords", path=True)
     verifier: str | None = option(None, "exact | format | gsm8k | math | code, or module:Class")
-    model: str | None = option(None, "reward model directory")
+    model: str | None = option(None, "reward model directory", path=True)
     judge: JudgeSettings | None = option(None, "a language model that answers with a number")
     human: str | None = option(None, "dataset column, or a .jsonl file that may grow")
     http: str | None = option(None, "URL of a scoring service")

@@ -44,11 +44,25 @@ class EvalConfig:
     temperature: float = option(1.0, "0 answers greedily")
     top_p: float = option(1.0, "nucleus of the answers; 1 is off")
 
+    def __post_init__(self):
+        if self.every < 0:
+            raise ConfigError(f"every: {self.every} must be at least 0 (0: only at both ends)")
+        if self.samples < 1:
+            raise ConfigError(f"samples: {self.samples} must be at least 1")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ConfigError(f"temperature {self.temperature}, top_p {self.top_p}: need temperature >= 0 and 0 < top_p <= 1")
+
 
 @dataclass(slots=True)
 class SaveConfig:
     every: int = option(0, "checkpoint after every so many steps; 0: only at the end")
     keep_last: int = option(2, "whole checkpoints kept")
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise ConfigError(f"every: {self.every} must be at least 0 (0: only at the end)")
+        if self.keep_last < 1:
+            raise ConfigError(f"keep_last: {self.keep_last} would delete every checkpoint; it must be at least 1")
 
 
 @dataclass(slots=True)
@@ -82,7 +96,7 @@ class TrainerConfig:
     algorithm: str = option("grpo", "the method's name, or module:Class")
     algo: Any = option(None, "the method's own settings (docs/algorithms.md)", schema_from=_algo_schema)
     rewards: list[RewardSource] = option([], "reward sources and their weights")
-    aggregate: str = option("sum", "sum | normalise_then_sum, or file.py:function: how sources become one score")
+    aggregate: str = option("sum", "sum | normalise_then_sum, or file.py:function: how sources become one score", path=True)
     output_dir: Path = option(Path("runs/run"), "everything the run writes")
     resume: bool = option(True, "continue the run found in output_dir; false refuses a directory that holds one")
     seed: int = option(0, "of data order, sampling and fresh weights")
@@ -101,7 +115,7 @@ class TrainerConfig:
     save: SaveConfig = field(default_factory=SaveConfig)
     report_to: list[str] = option(["tensorboard"], "tensorboard, wandb, mlflow, trackio")
     samples_every: int = option(10, "show and store completions every so many steps; 0: never")
-    callbacks: list[str] = option([], "module:Class or file.py:Class of callbacks (step, samples, save)")
+    callbacks: list[str] = option([], "module:Class or file.py:Class of callbacks (step, samples, save)", path=True)
     strict: bool = option(False, "errors instead of printed fall-backs")
 
     base_dir: Path = field(init=False, default_factory=Path.cwd)  # of the config file; reward functions are found from here
@@ -114,6 +128,11 @@ class TrainerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} must be at least 1 (or left out)")
+        for name in ("seed", "samples_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} must be at least 0")
+        if not self.epochs > 0:
+            raise ConfigError(f"epochs: {self.epochs} must be above 0")
         if self.algo is None:
             self.algo = METHODS[self.algorithm]()
 
