@@ -113,7 +113,8 @@ def summary(directory: Path, config_path: str) -> None:
     """What a person wants to see when a run has ended: before and after, the curves, the model, and what to do next."""
     from verl.core.report.curves import read_metrics
     before, after = _evals(directory)
-    evals = [r for r in read_metrics(directory) if "eval_reward" in r]
+    rows = list(read_metrics(directory))
+    evals, steps = [r for r in rows if "eval_reward" in r], rows[-1]["step"] if rows else 1
     print()
     if before and after:
         print("the same held-out prompts before and after:")
@@ -128,7 +129,7 @@ def summary(directory: Path, config_path: str) -> None:
         print(f"model:  {model}  (transformers loads it: AutoModelForCausalLM.from_pretrained)")
     print(f"""next:
   your own data   verl train {config_path} data.train=your_prompts.jsonl data.eval=null data.eval_size=64 trainer.output_dir=runs/mine
-  go on           verl train {config_path} trainer.steps=100       (a stopped run resumes with the command that started it)
+  go on           the same command with more steps, e.g. trainer.steps={2 * steps} (a stopped run resumes with the same command)
   on a GPU        the same command, on a machine that has one: bf16 weights with fp32 masters, CUDA graphs
 talk to it: verl generate {directory} "your prompt\"""")
 

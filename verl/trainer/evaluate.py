@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from verl.checkpoint import store
 from verl.core.errors import CheckpointError, DataError
@@ -26,13 +28,16 @@ def evaluate_config(config: RunConfig, model: str | None = None) -> dict[str, fl
     config.model.actor.model_name_or_path = path
     lm = load_role(config.model.actor, "actor", notes)
     loader = RLDataLoader(config.data)
+    if loader.config.max_prompt_tokens is None:  # as in training: what the context leaves beside the response
+        loader.config = replace(loader.config, max_prompt_tokens=lm.context - config.trainer.sampling.max_tokens)
     loader.bind(lm.tokenizer, config.trainer.seed)
     tasks = list(loader.eval_prompts or ())
     if not tasks:
         raise DataError("there is nothing to evaluate on; set data.eval to a path, or data.eval_size to hold prompts out")
     s, e = config.trainer.sampling, config.trainer.eval
     sampling = Sampling(e.temperature, s.max_tokens, s.min_tokens, e.top_p, stop_ids=lm.stop_ids, stop=tuple(s.stop))
-    with contextlib.closing(Scorer(build_composition(config))) as scorer:
+    state = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=True)
+    with contextlib.closing(Scorer(build_composition(config), state)) as scorer:
         sampler = Sampler(build_rollout(config, lm, None, notes), lm.tokenizer, config.data, scorer, config.trainer.seed)
         groups = sampler.sample(tasks, 0, e.samples, sampling, purpose="eval")
         metrics = scorer.collect()
