@@ -112,14 +112,18 @@ def fit(run: Run, tasks: RLDataLoader | hybrid.Tasks, roles: Roles, compositions
                                      known=known.get(name, {}))
         if samplers:
             stack.enter_context(contextlib.closing(roles.rollout))
-        if isinstance(algo, Hybrid):
-            hybrid.train(run, tasks.sampling_with(samplers), algo, policy, reference, critic)
-        elif isinstance(algo, FromSamples):
-            online_preference.train(run, tasks, samplers[""], algo, policy, reference)
-        elif algo.online:
-            rl.train(run, tasks, samplers[""], algo, policy, reference, critic)
-        else:
-            offline.train(run, tasks, algo, policy, reference)
+        try:
+            if isinstance(algo, Hybrid):
+                hybrid.train(run, tasks.sampling_with(samplers), algo, policy, reference, critic)
+            elif isinstance(algo, FromSamples):
+                online_preference.train(run, tasks, samplers[""], algo, policy, reference)
+            elif algo.online:
+                rl.train(run, tasks, samplers[""], algo, policy, reference, critic)
+            else:
+                offline.train(run, tasks, algo, policy, reference)
+        except Exception:
+            run.rescue(policy, critic)
+            raise
 
 
 def build_composition(config: RunConfig, rewards: Any = None, notes: list[str] | None = None):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -28,6 +31,8 @@ from verl.engine.train import TrainEngine
 from verl.trainer.config import RunConfig
 from verl.trainer.reward_training import export_trained
 from verl.trainer.sampler import Sampler
+
+JOURNAL_BYTES = 1 << 30  # samples kept since a checkpoint; a journal that has more starts anew with the next step
 
 
 class Run:
@@ -55,6 +60,8 @@ class Run:
         self.stop_signal: int | None = None
         self.graph: list[dict] = []
         self._mark: dict | None = None  # the loader's state before the step in flight
+        self._whole: tuple | None = None  # what a checkpoint of the last whole step needs beside the engines
+        self._failed: Exception | None = None  # an error behind the update, raised once the step is safe
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -91,8 +98,11 @@ class Run:
         print(f"\n{signal.Signals(number).name}: saving and stopping; once more to stop at once", file=sys.stderr, flush=True)
 
     def _new_journal(self) -> Journal:
-        """Finished samples since the newest checkpoint."""
-        return Journal(self.dir / "progress.journal", {"since": self.saved})
+        """Finished samples since the newest checkpoint; other settings or data make other samples."""
+        c, t = self.run_config, self.config
+        made_by = repr((identity(c), t.optim, t.rewards, t.aggregate, t.rollout, c.model, c.data, self.manifest.get("data"),
+                        self.total if t.optim.schedule != "constant" else None))
+        return Journal(self.dir / "progress.journal", {"since": self.saved, "by": hashlib.sha256(made_by.encode()).hexdigest()})
 
     @property
     def stopped(self) -> bool:
@@ -114,9 +124,9 @@ class Run:
             if changed:
                 shown = "; ".join(f"{k}: {before.get(k)} there, {fingerprint[k]} now" for k in changed[:4])
                 raise CheckpointError(f"{self.dir} holds another run ({shown}); choose another trainer.output_dir")
-        old.write_text(json.dumps(fingerprint, indent=1))
-        path.write_text(self.resolved)
-        (self.dir / "manifest.json").write_text(json.dumps(self.manifest, indent=1))
+        _replace(old, json.dumps(fingerprint, indent=1))
+        _replace(path, self.resolved)
+        _replace(self.dir / "manifest.json", json.dumps(self.manifest, indent=1))
 
     # -- the loop's services -----------------------------------------------------------------------------------------
 
@@ -124,6 +134,8 @@ class Run:
         """Numbers of the steps that are left, 1-based, until the total is reached or a signal arrives."""
         while self.step < self.total and not self.stopped:
             self._mark, self._start = tasks.state(), time.perf_counter()
+            if self.journal.path.exists() and self.journal.path.stat().st_size > JOURNAL_BYTES:
+                self.journal.clear()
             yield self.step + 1
         self.graph and (self.dir / "graph.json").write_text(json.dumps(self.graph, indent=1))
 
@@ -155,17 +167,19 @@ class Run:
         every = self.config.samples_every
         if every and (step == 1 or step % every == 0):
             self.report.samples(step, sample_rows(groups))
-        for callback in self.callbacks:
-            getattr(callback, "on_samples", _nothing)(step, groups)
-            getattr(callback, "on_step", _nothing)(step, metrics)
+        with self._save_first():
+            for callback in self.callbacks:
+                getattr(callback, "on_samples", _nothing)(step, groups)
+                getattr(callback, "on_step", _nothing)(step, metrics)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate_if_due(self, sampler: Sampler, policy: TrainEngine, algo, step: int | None = None) -> None:
         """Evaluate before the first step, every `eval.every` steps and after the last."""
         if self.eval_tasks and self.eval_due(step or 0):
-            sampler.load(policy.weights())
-            self.report.log(step or 0, self.verb("evaluate", self.evaluate, sampler, self.eval_tasks))
+            with self._save_first() if step else contextlib.nullcontext():
+                sampler.load(policy.weights())
+                self.report.log(step or 0, self.verb("evaluate", self.evaluate, sampler, self.eval_tasks))
 
     def eval_due(self, step: int) -> bool:
         """True after this step (0: before the first one, where a resumed run has long been)."""
@@ -175,6 +189,7 @@ class Run:
 
     def evaluate(self, sampler: Sampler, tasks: Sequence[Task], name: str = "eval") -> dict[str, float]:
         """Held-out metrics with prefix eval_; the same seeds every time, so that curves compare weights, not luck."""
+        sampler.scorer.trainer_state = self.state()
         groups = sampler.sample(tasks, 0, self.config.eval.samples, self.eval_sampling, purpose="eval")
         metrics = sampler.scorer.collect()
         if self.stopped:
@@ -222,9 +237,31 @@ class Run:
         return keep
 
     def save_if_due(self, step: int, tasks, policy: TrainEngine, critic: TrainEngine | None, algo) -> None:
-        every = self.config.save.every
-        if self.start is None and ((every and step % every == 0) or step == self.total):
-            self.save(tasks.state(), policy, critic, algo)
+        """Save every `save.every` steps and after the last, and before an error that came behind the update is raised."""
+        every, failed, self._failed = self.config.save.every, self._failed, None
+        try:
+            if self.start is None and (failed or (every and step % every == 0) or step == self.total):
+                self.save(tasks.state(), policy, critic, algo)
+            elif self.start is None:
+                self._whole = (step, tasks.state(), _versions(policy, critic), algo)
+        finally:
+            if failed is not None:
+                raise failed
+
+    @contextlib.contextmanager
+    def _save_first(self):
+        """Around what follows a step's update: its error is raised by `save_if_due`, when nothing can be lost any more."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = self._failed or error
+
+    def rescue(self, policy: TrainEngine, critic: TrainEngine | None) -> None:
+        """After an error before a step's update (a reward, the sampler): save the last whole step, which the engines hold."""
+        if self._whole is not None and self.saved < self.step:
+            step, data_state, versions, algo = self._whole
+            if step == self.step and versions == _versions(policy, critic):
+                self.save(data_state, policy, critic, algo)
 
     def save(self, data_state: dict, policy: TrainEngine, critic: TrainEngine | None, algo) -> None:
         """Write the checkpoint of the last whole step."""
@@ -246,12 +283,27 @@ class Run:
             return
         if self.saved < self.step:
             self.save(self._mark if self.stopped and self._mark else tasks.state(), policy, critic, algo)
-        if (self.dir / "metrics.jsonl").stat().st_size:
-            draw_curves(self.dir)
         if self.stopped:
             self.report.note(f"stopped after step {self.step} of {self.total}; the same command continues from there")
         else:
             export_trained(policy.lm, algo, self.dir / "model", policy.exported())
+        if (self.dir / "metrics.jsonl").stat().st_size:
+            try:
+                draw_curves(self.dir)
+            except Exception as error:  # a picture; metrics.jsonl has the numbers
+                self.report.note(f"curves.png could not be drawn ({error}); type: verl show run {self.dir}")
+
+
+def _versions(policy: TrainEngine, critic: TrainEngine | None) -> tuple[int, ...]:
+    """Updates the weights have seen: equal before and after means untouched."""
+    return tuple(engine.version for engine in (policy, critic) if engine is not None)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all, so that no kill and no full disk leaves half of one."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text, "utf-8")
+    os.replace(aside, path)
 
 
 def steered(algo) -> dict[str, float]:

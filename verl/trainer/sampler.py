@@ -56,7 +56,7 @@ class Sampler:
             groups.append(group)
             missing = []
             for i in range(n):
-                sample = self.known.get((place, i)) if journalled else None
+                sample = self.known.pop((place, i), None) if journalled else None
                 if sample is None:
                     missing.append(i)
                 else:
