@@ -128,7 +128,7 @@ def summary(directory: Path, config_path: str) -> None:
     if model.is_dir():
         print(f"model:  {model}  (transformers loads it: AutoModelForCausalLM.from_pretrained)")
     print(f"""next:
-  your own data   verl train {config_path} data.train=your_prompts.jsonl data.eval=null data.eval_size=64 trainer.output_dir=runs/mine
+  your own data   verl train {config_path} data.train=yours.jsonl data.eval=null data.eval_size=64 trainer.output_dir=runs/mine
   go on           the same command with more steps, e.g. trainer.steps={2 * steps} (a stopped run resumes with the same command)
   on a GPU        the same command, on a machine that has one: bf16 weights with fp32 masters, CUDA graphs
 talk to it: verl generate {directory} "your prompt\"""")

@@ -298,7 +298,7 @@ def _scalar(hint: Any, node: Node, path: bool | str) -> Any:
 
 
 def _located(value: str, node: Node) -> str:
-    """A string that may be a path (or `file.py:name`): absolute when written as one, a glob, or there; else as it is (a hub name)."""
+    """A string that may be a path (or `file.py:name`): absolute when written as one, a glob, or there; else as it is."""
     if "{" in value or "\n" in value:
         return value  # text that may also be given as a file, such as a template
     candidate, file = _absolute(value, node.base), _absolute(re.sub(r"(?<=\.py):\w+$", "", value), node.base)

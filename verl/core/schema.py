@@ -25,8 +25,9 @@ def option(default: Any = MISSING, help: str = "", *, path: bool | Literal["file
     """A dataclass field with its help text.
 
     `path` marks a string that may be a file: made absolute where such a file exists or it is written as one (`./x`,
-    `~/x`), else left alone (a hub name). With path "file" it is never anything else and always made absolute. `schema_from(section) -> dataclass` names the schema of this field from the
-    plain values of the section around it, defaults included.
+    `~/x`), else left alone (a hub name). With path "file" it is never anything else and always made absolute.
+    `schema_from(section) -> dataclass` names the schema of this field from the plain values of the section around it,
+    defaults included.
     """
     metadata = {"help": help, "path": path, "schema_from": schema_from}
     if isinstance(default, (list, dict)) or is_dataclass(default) and not isinstance(default, type):
