@@ -72,6 +72,16 @@ def test_tensorboard_gets_the_same_and_purges_repeated_steps(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_tensorboard_purges_a_run_that_starts_again_from_its_beginning(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    for value in (1, 10):
+        with Report(tmp_path, ["tensorboard"]) as report:
+            for step in (0, 1):
+                report.log(step, {"reward": value})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
+    assert [(e.step, e.value) for e in events] == [(0, 10.0), (1, 10.0)]
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_tracker_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # Python's own way to make an import fail
@@ -93,6 +103,25 @@ class Breaking:
 
     def close(self):
         raise AssertionError("a sink that was dropped is not closed")
+
+
+class Unclosable:
+    def __init__(self, run_dir, run_id, first_step, config):
+        pass
+
+    def log(self, step, metrics):
+        pass
+
+    def close(self):
+        raise OSError("no answer from http://host/?write_token=SECRET")
+
+
+def test_a_tracker_that_cannot_close_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    with Report(tmp_path, ["test_report:Unclosable"]) as report:
+        report.log(1, {"reward": 1})
+    out = capsys.readouterr().out
+    assert "did not close" in out and "SECRET" not in out
 
 
 def test_a_tracker_that_breaks_does_not_end_the_run(tmp_path, capsys, monkeypatch):

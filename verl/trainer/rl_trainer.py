@@ -70,12 +70,13 @@ class RLTrainer:
 
     def train(self) -> Run:
         """Run to the end (or to a signal) and return the Run; its directory holds everything."""
+        callbacks = load_callbacks(self.config.trainer)  # a wrong name is known before weights load
         total = total_steps(self.config, len(self.loader))
         notes: list[str] = []
         roles = build_roles(self.config, total * self.config.trainer.updates_per_step, notes,
                             longest_prompt=self.longest_prompt)
-        run = Run(self.config, total, list(self.loader.eval_prompts or ()), load_callbacks(self.config.trainer),
-                  roles.policy.lm.stop_ids, self.resolved, manifest(self.config, self.loader))
+        run = Run(self.config, total, list(self.loader.eval_prompts or ()), callbacks, roles.policy.lm.stop_ids, self.resolved,
+                  manifest(self.config, self.loader))
         with run:
             for line in notes:
                 run.report.note(f"verl: {line}")

@@ -163,11 +163,11 @@ class Run:
         metrics |= {"step_time": seconds, "num_tokens": batch.tokens, "tokens_per_second": batch.tokens / seconds,
                     "weight_version": policy.version}
         self.step, self._mark = step, None  # the step is no longer in flight
-        self.report.log(step, metrics)
         every = self.config.samples_every
-        if every and (step == 1 or step % every == 0):
-            self.report.samples(step, sample_rows(groups))
         with self._save_first():
+            self.report.log(step, metrics)
+            if every and (step == 1 or step % every == 0):
+                self.report.samples(step, sample_rows(groups))
             for callback in self.callbacks:
                 getattr(callback, "on_samples", _nothing)(step, groups)
                 getattr(callback, "on_step", _nothing)(step, metrics)
