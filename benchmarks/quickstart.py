@@ -20,8 +20,8 @@ METRIC = "eval_rewards/exact/mean"
 
 
 def start(seed: int, folder: str, overrides: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "verl.cli.main", "train", str(CONFIG), f"trainer.seed={seed}", f"trainer.output_dir={folder}/{seed}",
-               "trainer.report_to=[]", "trainer.samples_every=0", *overrides]
+    command = [sys.executable, "-m", "verl.cli.main", "train", str(CONFIG), f"trainer.seed={seed}",
+               f"trainer.output_dir={folder}/{seed}", "trainer.report_to=[]", "trainer.samples_every=0", *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -30,10 +30,11 @@ def show(seed: int, folder: str, whole: float, overrides: list[str], note: str, 
     accuracy = [line[METRIC] for line in lines if METRIC in line]
     steps = [line for line in lines if "step_time" in line]
     training = sum(line["step_time"] for line in steps)
-    print(f"seed {seed}: {' '.join(f'{a:.3f}' for a in accuracy)}  gain {accuracy[-1] - accuracy[0]:+.3f}  training {training:.0f} s "
-          f"of {whole:.0f} s", flush=True)
+    print(f"seed {seed}: {' '.join(f'{a:.3f}' for a in accuracy)}  gain {accuracy[-1] - accuracy[0]:+.3f}  "
+          f"training {training:.0f} s of {whole:.0f} s", flush=True)
     print("   batch reward", *(f"{s['reward']:.2f}" for s in steps if "reward" in s), flush=True)
-    for name, value, unit in (("accuracy_before", accuracy[0], ""), ("accuracy_after", accuracy[-1], ""), ("training_s", training, "s")):
+    for name, value, unit in (("accuracy_before", accuracy[0], ""), ("accuracy_after", accuracy[-1], ""),
+                              ("training_s", training, "s")):
         record("quickstart", f"seed{seed}", "verl", name, value, unit, f"quickstart.{device}.jsonl", settings=overrides, note=note)
     return accuracy[0], accuracy[-1]
 

@@ -125,8 +125,8 @@ def report(name, r):
                                 ("first_step_s", r["first"], "s, compilation and capture included")):
         record("step", name, "verl", metric, value, unit, "step.h200.jsonl")
     return (f"{name:4s} step {r['step']:6.2f} s = generate {r['generate']:.2f} + score {r['score']:.2f} + "
-            f"credit {r['credit']:.2f} + train {r['train']:.2f}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   busy {r['busy']:.0f}%   |dlogp| mean "
-            f"{r['gap']:.1e} max {r['gap_max']:.1e}   first step {r['first']:.0f} s")
+            f"credit {r['credit']:.2f} + train {r['train']:.2f}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   "
+            f"busy {r['busy']:.0f}%   |dlogp| mean {r['gap']:.1e} max {r['gap_max']:.1e}   first step {r['first']:.0f} s")
 
 
 def main():

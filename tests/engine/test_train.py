@@ -195,7 +195,7 @@ def test_updates_that_are_not_finite_leave_everything_as_it_was():
     metrics, info = update(e, batch, poisoned)
     assert info.skipped == "non-finite" and np.isnan(info.grad_norm) and np.isnan(metrics["loss"])
     assert same(everything(e), before) and e.version == 1 and not gradients(e.lm.module)
-    assert e.state()[1] == {"version": 1, "skipped_total": 1, "skipped_in_a_row": 1, "updates": 1}
+    assert e.state()[1] == {"version": 1, "attempts": 2, "skipped_total": 1, "skipped_in_a_row": 1, "updates": 1}
     assert update(e, batch)[1].skipped == "" and e.skipped_in_a_row == 0
     before = everything(e)
     assert [update(e, batch, poisoned)[1].skipped for _ in range(2)] == ["non-finite"] * 2

@@ -87,7 +87,8 @@ def test_an_independent_critic_learns_beside_the_actor(model):
     actor, _ = get_actor_critic_from_hf(str(model))
     critic, _ = get_actor_critic_from_hf(str(model))
     before = critic.module.get_input_embeddings().weight.clone()
-    trainer = PPOTrainer(actor=actor, critic=critic, reward_fn=digits, config={"rollout_batch_size": 8, "sampling": {"max_tokens": 4}})
+    trainer = PPOTrainer(actor=actor, critic=critic, reward_fn=digits,
+                         config={"rollout_batch_size": 8, "sampling": {"max_tokens": 4}})
     metrics = trainer.train_epoch([{"prompt": f"{i}:"} for i in range(16)])
     assert trainer._roles.critic is not trainer._roles.policy
     assert not torch.equal(before, critic.module.get_input_embeddings().weight)
@@ -131,7 +132,8 @@ def test_reward_files_and_prompts_may_be_paths(tmp_path, model):
     (tmp_path / "my.py").write_text(REWARDS)
     data = write_jsonl(tmp_path / "p.jsonl", arithmetic(8))
     trainer = GRPOTrainer(actor=str(model), reward_fn={"function": f"{tmp_path}/my.py:digits"},
-                          config={"rollout_batch_size": 4, "group_size": 2, "sampling": {"max_tokens": 4}, "output_dir": tmp_path / "o"})
+                          config={"rollout_batch_size": 4, "group_size": 2, "sampling": {"max_tokens": 4},
+                                  "output_dir": tmp_path / "o"})
     assert np.isfinite(trainer.train_epoch(str(data))["loss"])
 
 

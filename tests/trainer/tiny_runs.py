@@ -57,7 +57,8 @@ def tiny_model(directory: Path, chat: bool = True, context: int = 256, seed: int
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        max_position_embeddings=context, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        max_position_embeddings=context, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id))
     model.save_pretrained(directory)
     return directory
 

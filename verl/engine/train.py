@@ -82,7 +82,7 @@ class TrainEngine(BaseEngine):
         self.optimizer = MasterAdamW(lm.parameters(), optim) if optim is not None else None
         self.train_values = train_values and lm.value_head is not None
         self.token_budget = token_budget or plan_token_budget(lm, training=optim is not None)
-        self.skipped_in_a_row = self.skipped_total = 0
+        self.attempts = self.skipped_in_a_row = self.skipped_total = 0  # attempts: updates made or skipped
 
     # -- scoring -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,8 @@ class TrainEngine(BaseEngine):
     def step(self) -> StepInfo:
         """Apply the accumulated gradient, unless it is exactly zero (no group had signal) or not finite."""
         optimizer = self.optimizer
-        rate = learning_rate(optimizer.config, optimizer.updates, self.total_updates)
+        rate = learning_rate(optimizer.config, self.attempts, self.total_updates)
+        self.attempts += 1
         norm = float(optimizer.grad_norm())
         if norm == 0.0:
             optimizer.clear()
@@ -217,7 +218,8 @@ class TrainEngine(BaseEngine):
     def state(self) -> tuple[dict[str, torch.Tensor], dict]:
         """(tensors, plain numbers) from which `load_state` continues bit for bit."""
         tensors = {f"working.{n}": p.detach() for n, p in self.lm.parameters() if p.requires_grad}
-        numbers = {"version": self.version, "skipped_total": self.skipped_total, "skipped_in_a_row": self.skipped_in_a_row}
+        numbers = {"version": self.version, "attempts": self.attempts, "skipped_total": self.skipped_total,
+                   "skipped_in_a_row": self.skipped_in_a_row}
         if self.optimizer is not None:
             tensors.update(self.optimizer.state())
             numbers["updates"] = self.optimizer.updates
@@ -234,7 +236,8 @@ class TrainEngine(BaseEngine):
         for name, parameter in trained.items():
             parameter.copy_(tensors[f"working.{name}"])
         self.version = numbers["version"]
-        self.skipped_total, self.skipped_in_a_row = numbers["skipped_total"], numbers["skipped_in_a_row"]
+        self.attempts, self.skipped_total = numbers["attempts"], numbers["skipped_total"]
+        self.skipped_in_a_row = numbers["skipped_in_a_row"]
 
 
 def loss_inputs(batch: Batch, outputs, device: torch.device, context: Mapping[str, float]) -> LossInputs:
