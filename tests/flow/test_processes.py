@@ -211,7 +211,7 @@ def over_nccl(rank):
     return report.sent_bytes, report.received_bytes, made.sent[rank], made.lacking[rank]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_move_between_gpus():
     results = run_world(2, over_nccl)
     assert not [error for _, error in results if error], results
