@@ -45,7 +45,7 @@ def main():
 
         process = start()
         journal = run / "progress.journal"
-        wait(lambda: 2 in steps(run) and len(list((run / "checkpoints").glob("*2"))) and journal.exists()
+        wait(lambda: 2 in steps(run) and len(list((run / "checkpoints").glob("[!.]*2"))) and journal.exists()
              and journal.stat().st_size > 2000, process)
         process.send_signal(signal.SIGKILL)
         process.wait()

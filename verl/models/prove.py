@@ -16,7 +16,7 @@ from verl.models.lm import LM, LayerKV
 from verl.models.packed import Packed
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # short probes cannot vouch for any other kind
-_LENGTHS = (7, 5, 9)
+_LENGTHS = (5, 4, 6)
 _PREFIX = 3
 
 
