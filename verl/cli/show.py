@@ -123,6 +123,8 @@ def summary(directory: Path, config_path: str) -> None:
                   f"after {a['completion'].strip()!r:.60} ({a['reward']:g})")
     if len(evals) > 1:
         print(f"held-out reward: {evals[0]['eval_reward']:.3f} -> {evals[-1]['eval_reward']:.3f}")
+        for name in [n for n in evals[-1] if n.endswith("_pass1") and n in evals[0]]:
+            print(f"held-out {name[len('eval_'):-len('_pass1')]}: {evals[0][name]:.3f} -> {evals[-1][name]:.3f}")
     print(f"curves: {directory / 'curves.png'}")
     model = directory / "model"
     if model.is_dir():
