@@ -51,7 +51,8 @@ def test_rewards():
 
 def test_config_loads_and_names_the_made_files():
     config = load_config(QUICKSTART / "config.yaml")
-    assert [source.function for source in config.trainer.rewards] == ["reward.py:exact", "reward.py:number"]
+    assert [source.function for source in config.trainer.rewards] == [str(QUICKSTART / f"reward.py:{name}")
+                                                                      for name in ("exact", "number")]
     assert config.data.train == str(QUICKSTART / "data" / "train.jsonl")
 
 
