@@ -70,14 +70,14 @@ class Dispatcher:
     `now` that callers pass, which must not go back.
 
     Every wait is bounded: as long as an item is outstanding and `assign` has nothing to give, `next_deadline()` is a
-    time, and calling `expired` then ends a lease or a wait. An item is handed out at most `attempts` times, and a lease is
+    time, and calling `expired` then ends a lease, or raises. An item is handed out at most `attempts` times, and a lease is
     extended only by tokens that were not reported before, of which a sample has at most its length limit.
     """
 
     def __init__(self, lease_s: float, patience_s: float, attempts: int = 3):
         self.lease_s, self.patience_s, self.attempts = lease_s, patience_s, attempts
         self.failures: dict[Key, BaseException] = {}  # items given up, with the first error each met
-        self.first_error: BaseException | None = None  # of any item or worker since the dispatcher was last done
+        self.first_error: BaseException | None = None  # of any item or worker since nothing was last outstanding
         self._items: dict[Key, _Item] = {}
         self._pending: list[_Item] = []  # by order, so that what came back goes out first
         self._workers: dict[str, _Worker] = {}
@@ -196,7 +196,10 @@ class Dispatcher:
         self._watch(now)
 
     def expired(self, now: float) -> list[Key]:
-        """End the leases and waits whose deadline has come; the items that lost theirs, to be assigned again or failed."""
+        """End the leases whose deadline has come; the items that lost theirs, to be assigned again or failed.
+
+        Raises WorkerError, from the first error, when items have waited patience_s without a worker: nobody is left.
+        """
         out: list[Key] = []
         for lease in [n for n, held in self._leases.items() if held.until <= now]:
             held = self._leases[lease]
@@ -208,14 +211,9 @@ class Dispatcher:
                 f"item {next(iter(held.items))!r})"))
         self._watch(now)
         if self._alone_since is not None and self._alone_since + self.patience_s <= now:
-            error = WorkerError(f"{len(self._pending)} item(s) waited {self.patience_s:g} s without a worker that answers; "
-                                f"workers: {', '.join(self._workers) or 'none'}")
-            error.__cause__ = self.first_error
-            for item in list(self._pending):
-                out.append(item.key)
-                item.attempts = self.attempts
-                self._retry(item, error)
-            self._watch(now)
+            raise WorkerError(f"{len(self._pending)} item(s) waited {self.patience_s:g} s without a worker that answers (known: "
+                              f"{', '.join(self._workers) or 'none'}); the first error: {self.first_error or 'none'}"
+                              ) from self.first_error
         return out
 
     def withdraw(self, keys: Iterable[Key] | None = None) -> list[Key]:
