@@ -91,20 +91,20 @@ def test_finished_in_any_order_and_resumed(size, data):
 
 def test_failures_and_work_in_flight():
     """Field case D004."""
-    run = loader(12, shuffle=False)
+    run = loader(12, sampler="in_order")
     slots = dict((int(task.id), slot) for slot, task in run.issue(7))
     run.done([slots[i] for i in (0, 1, 2, 4)])
     run.done([slots[3]], failed=True)
     run.put_back([slots[5]])
-    after = resumed(run, loader(12, shuffle=False))
+    after = resumed(run, loader(12, sampler="in_order"))
     assert after.failed == [3] and after.task(after.failed[0]).id == "3"
     assert ids(after.take(7)) == [5, 6, 7, 8, 9, 10, 11]
     assert after.state()["failed"] == [3]
-    out_of_order = loader(12, shuffle=False)
+    out_of_order = loader(12, sampler="in_order")
     out_of_order.issue(7)
     out_of_order.done([0, 6])
     assert (out_of_order.position, out_of_order.consumed, out_of_order.state()["done"]) == (1, 2, [6])
-    assert ids(resumed(out_of_order, loader(12, shuffle=False)).take(6)) == [1, 2, 3, 4, 5, 7]
+    assert ids(resumed(out_of_order, loader(12, sampler="in_order")).take(6)) == [1, 2, 3, 4, 5, 7]
     with pytest.raises(KeyError):
         out_of_order.done([0])
 
@@ -216,7 +216,7 @@ def test_samplers_from_outside():
 
 @pytest.mark.parametrize("other, message", [
     (lambda: loader(9), "data fingerprint .* use the same data"),
-    (lambda: loader(10, shuffle=False), "data fingerprint"),
+    (lambda: loader(10, sampler="in_order"), "data fingerprint"),
     (lambda: loader(10, seed=2), "data seed 1, this run has 2; use trainer.seed: 1"),
     (lambda: loader(10, sampler="test_order:Backwards"), "data fingerprint"),
 ])

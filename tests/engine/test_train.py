@@ -187,9 +187,10 @@ def poisoned(x):
     return replace(out, values=out.values * torch.where(torch.arange(len(out.values)) == 0, float("nan"), 1.0))
 
 
-def test_updates_that_are_not_finite_leave_everything_as_it_was():
+def test_updates_that_are_not_finite_leave_everything_as_it_was(monkeypatch):
     """Field case D061: skipped, counted, pending gradients dropped; a streak ends the run."""
-    e, batch = engine(max_skipped=3, values=True), weighted()
+    monkeypatch.setattr("verl.engine.train.MAX_SKIPPED", 3)
+    e, batch = engine(values=True), weighted()
     update(e, batch)
     before = everything(e)
     metrics, info = update(e, batch, poisoned)

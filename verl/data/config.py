@@ -21,11 +21,9 @@ class DataConfig:
         None, "file, glob or directory; a list is joined; {path: weight} is a mixture with these shares", path="file")
     eval: str | list[str] | None = option(None, "file, glob or directory of evaluation prompts", path="file")
     eval_size: int = option(0, "without eval: hold this many training prompts out")
-    split: str | None = option(None, "which split of a directory to train on")
-    eval_split: str | None = option(None, "which split of a directory to evaluate on")
+    split: str | dict[str, str] | None = option(None, "which split of a directory to train on, or {train: ..., eval: ...}")
     columns: dict[str, str] = option({}, "{verl's name: the dataset's name}, such as {prompt: question}")
-    shuffle: bool = option(True, "another order in every epoch; false: the order of the files")
-    sampler: str | None = option(None, "module:Class that replaces the order")
+    sampler: str = option("shuffle", "shuffle: another order in every epoch; in_order: as the files have it; or module:Class")
     system_prompt: str | None = option(None, "put before every prompt that has no system message")
     template: Literal["auto", "chat", "raw"] = option(
         "auto", "string prompts are raw text, or one user message of a chat; auto: raw unless system_prompt is set")
@@ -43,6 +41,10 @@ class DataConfig:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens: {self.max_prompt_tokens} leaves no prompt; "
                               "give 1 or more, or leave it out for no limit")
+        if isinstance(self.split, Mapping) and not set(self.split) <= {"train", "eval"}:
+            raise ConfigError(f"data.split: {sorted(self.split)} are not all known; allowed: train, eval")
+        if self.sampler not in ("shuffle", "in_order") and ":" not in self.sampler:
+            raise ConfigError(f"data.sampler: {self.sampler!r} is not known; allowed: shuffle, in_order, or module:Class")
         if self.eval_size < 0:
             raise ConfigError(f"data.eval_size: {self.eval_size} is negative; give the number of prompts to hold out")
         if self.eval_size and self.eval is not None:
@@ -53,6 +55,12 @@ class DataConfig:
             for path, weight in self.train.items():
                 if not 0 < weight < float("inf"):
                     raise ConfigError(f"data.train: the weight of {path!r} is {weight}; weights are shares above 0")
+
+    def split_of(self, part: Literal["train", "eval"]) -> str | None:
+        """The split that training or evaluation reads; a plain `split` names the one to train on."""
+        if isinstance(self.split, Mapping):
+            return self.split[part] if part in self.split else None
+        return self.split if part == "train" else None
 
     @property
     def wraps_strings(self) -> bool:

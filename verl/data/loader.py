@@ -33,9 +33,9 @@ class RLDataLoader:
         if source is None:
             raise DataError("data.train is not set; give a path, e.g. data.train: prompts.jsonl")
         self.seed, self.notes = seed, []
-        self._train, self._eval = load(source, self.config, self.config.split), None
+        self._train, self._eval = load(source, self.config, self.config.split_of("train")), None
         if self.config.eval is not None:
-            self._eval = load(self.config.eval, self.config, self.config.eval_split)
+            self._eval = load(self.config.eval, self.config, self.config.split_of("eval"))
         elif self.config.eval_size:
             self._train, self._eval, extra = hold_out(self._train, self.config.eval_size)
             if extra:
@@ -66,11 +66,11 @@ class RLDataLoader:
     def _reset(self) -> None:
         self.rewards = RewardDataset(self.prompts)
         self._cache: tuple[int, np.ndarray] | None = None
-        self._foreign = self.config.sampler is not None
+        self._foreign = ":" in self.config.sampler
         if self._foreign:
             self._sampler: Sampler = load_object(self.config.sampler, "data.sampler")(self.prompts, self.seed)
         else:
-            self._sampler = Order(self.prompts.sizes, self.prompts.weights, self.seed, self.config.shuffle)
+            self._sampler = Order(self.prompts.sizes, self.prompts.weights, self.seed, self.config.sampler == "shuffle")
         self.size = len(self._order(0))
         self._fingerprint: str | None = None
 
@@ -140,7 +140,7 @@ class RLDataLoader:
     def fingerprint(self) -> str:
         """16 hex digits of the prompts and of how they are ordered, whatever the seed."""
         if self._fingerprint is None:
-            self._fingerprint = f"{self.prompts.fingerprint()}-{self.config.sampler or self.config.shuffle}"
+            self._fingerprint = f"{self.prompts.fingerprint()}-{self.config.sampler}"
         return self._fingerprint
 
     def state(self) -> dict[str, Any]:

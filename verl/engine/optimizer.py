@@ -9,6 +9,8 @@ import torch
 
 from verl.core.errors import ConfigError
 
+EPS = 1e-8  # added to the root of AdamW's second moment
+
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
@@ -17,10 +19,8 @@ class OptimConfig:
         "help": "constant | linear | cosine, after the warm-up, to 0 at the last step"})
     warmup_steps: int = field(default=0, metadata={"help": "optimizer updates of linear warm-up"})
     betas: tuple[float, float] = field(default=(0.9, 0.999), metadata={"help": "decay of AdamW's two moments"})
-    eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
     weight_decay: float = field(default=0.0, metadata={"help": "decoupled decay of matrices; vectors are never decayed"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are scaled down to this global norm"})
-    max_skipped: int = field(default=10, metadata={"help": "stop after this many non-finite updates in a row"})
 
     def __post_init__(self):
         if self.schedule not in ("constant", "linear", "cosine"):
@@ -60,7 +60,7 @@ class MasterAdamW:
         decay = [m for m in self.masters if m.dim() >= 2]
         plain = [m for m in self.masters if m.dim() < 2]
         groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps,
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=EPS,
                                        fused=True)
 
     @staticmethod

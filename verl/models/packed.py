@@ -43,6 +43,15 @@ class _Bucket:
         return self.masks[window]
 
 
+def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A host array as a tensor there. To a GPU it goes through pinned memory: from pageable memory each copy would first
+    wait for everything queued, and a device that idles between micro-batches loses a quarter of its time."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True).to(dtype or tensor.dtype)
+
+
 class Packed:
     """N packed tokens on a device, and where each of the batch's T target tokens is predicted.
 
@@ -78,7 +87,7 @@ class Packed:
         self.last_S = self._to(np.where(batch.lengths_S > 0, first_S + own_S - 1, prompt_last_S)) if keep_last else None
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
     def __len__(self) -> int:
         return int(self.starts[-1])

@@ -17,6 +17,7 @@ from verl.models.load import LoraConfig
 from verl.rewards.config import RewardSource
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+MEMORY = ("checkpoint", "offload")
 KV_DTYPES = ("auto", "bf16", "fp8")
 
 
@@ -107,6 +108,9 @@ class TrainerConfig:
     train_batch_size: int | None = option(None, "samples per optimizer update; none: the whole step in one update")
     update_epochs: int = option(1, "times each step's samples are trained on")
     micro_batch_tokens: int | None = option(None, "computed tokens per forward; none: from the memory there is")
+    placement: str | dict[str, str] = option("auto", "auto, or role: devices (actor, critic, rollout, ...), as cuda:0-1 or cpu*2")
+    pipeline: str = option("step", "step | ahead | stale(k): what is sampled while the policy trains")
+    memory: list[str] = option([], "memory for time: checkpoint (recompute activations), offload (optimizer in main memory)")
     compile: bool | None = option(None, "fuse decoder layers on a GPU; none: when the run is long enough to pay for it")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -131,6 +135,8 @@ class TrainerConfig:
         for name in ("seed", "samples_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be at least 0")
+        if wrong := [word for word in self.memory if word not in MEMORY]:
+            raise ConfigError(f"memory: {wrong[0]!r} is not known; allowed: {', '.join(MEMORY)}")
         if not self.epochs > 0:
             raise ConfigError(f"epochs: {self.epochs} must be above 0")
         if self.algo is None:
@@ -187,6 +193,7 @@ class TrainedRoleConfig(RoleConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     use_fsdp: bool = option(False, "shard over the ranks that train")
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: dict[str, int] = option({}, "train with Megatron-Core: {tensor: 2, pipeline: 2}")
     use_flash_attn: bool = option(False, "ask for flash attention; results do not depend on it")
 
 
