@@ -20,26 +20,33 @@ SHAPES = {
     "l8": (LlamaConfig, dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
                              intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=8192)),
 }
+TINY = {"tiny": (Qwen2Config, dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                   intermediate_size=64, vocab_size=512, tie_word_embeddings=True, max_position_embeddings=256))}
 
 
-def random_lm(case: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, layers: int | None = None, **bound):
+def config_of(case: str, **changes):
+    """The transformers config of a case. Nothing ends a response: there is no end id."""
+    kind, sizes = (SHAPES | TINY)[case]
+    return kind(**sizes | changes, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+
+
+def random_lm(case: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, layers: int | None = None, seed: int = 0,
+              **bound):
     """An LM of a case's shape with random weights, made on the device."""
-    kind, sizes = SHAPES[case]
-    if layers is not None:
-        sizes = sizes | {"num_hidden_layers": layers}
-    torch.manual_seed(0)
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    torch.manual_seed(seed)
     with torch.device(device):
-        module = AutoModelForCausalLM.from_config(kind(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0), dtype=dtype)
+        module = AutoModelForCausalLM.from_config(config_of(case, **changes), dtype=dtype)
     return bind(module, None, path=case, **bound)
 
 
-def flops_per_token(case: str, context: float, backward: bool = True) -> float:
-    """Matrix FLOPs of one token at a mean attention context of `context` tokens, output layer included."""
-    s = SHAPES[case][1]
-    h, head = s["hidden_size"], s["hidden_size"] // s["num_attention_heads"]
-    kv = s["num_key_value_heads"] * head
+def flops_per_token(case: str, context: float, backward: bool = True, head: bool = True) -> float:
+    """Matrix FLOPs of one token at a mean attention context of `context` tokens, with or without the output layer."""
+    s = (SHAPES | TINY)[case][1]
+    h = s["hidden_size"]
+    kv = s["num_key_value_heads"] * (h // s["num_attention_heads"])
     layer = 2 * (h * (h + 2 * kv) + h * h + 3 * h * s["intermediate_size"]) + 4 * h * context
-    return (s["num_hidden_layers"] * layer + 2 * h * s["vocab_size"]) * (3 if backward else 1)
+    return (s["num_hidden_layers"] * layer + (2 * h * s["vocab_size"] if head else 0)) * (3 if backward else 1)
 
 
 def record(bench: str, case: str, system: str, metric: str, value: float, unit: str, file: str, **more) -> None:

@@ -1,144 +1,102 @@
-"""A whole GRPO step on one GPU, split into its parts: python benchmarks/step.py [q05 q15] [--steps 3] [--no-compile]
+"""A whole training step on one GPU, split into its parts, of ours and of peers on the same work.
 
-64 prompts x 8 responses, prompt 256, response 1024 forced, one update a step, a reward function over token ids, random
-weights, bf16 working weights with fp32 masters. Peak memory is device memory in use (sampled), not an allocator's count.
-Appends to results/step.h200.jsonl.
+    python benchmarks/step.py                                  GRPO of ours, q05 and q15
+    python benchmarks/step.py grpo --systems verl trl trl_tuned --cases q05 q15
+    python benchmarks/step.py ppo --systems verl accelerate --cases q15 --steps 1
+    python benchmarks/step.py ppo --cases l8lora --steps 2
+    python benchmarks/step.py dpo --systems verl trl trl_tuned --cases q05
+    python benchmarks/step.py --compare-losses --cases q05     the losses with every acceleration on and off
+    python benchmarks/step.py grpo ppo dpo --tiny              all of it on a CPU with tiny models: nothing is recorded
+
+Random weights of real shapes, forced lengths, one update a step. grpo: 64 prompts x 8 answers, prompt 256, response 1024, a
+reward function; ppo: actor, critic, reward model and reference, 128 sequences, prompt 512, response 1536; dpo: 64 pairs, prompt
+512, answers of 512. Ours: bf16 working weights with fp32 masters and fp32 gradient sums. Each method, case and system runs
+in a process of its own; peak memory is device memory in use (sampled), not an allocator's count. Results are appended to
+results/step.h200.jsonl; one that is there for this commit is still run again.
 """
 
+from __future__ import annotations
+
 import argparse
-import contextlib
-import gc
+import importlib
 import subprocess
-import threading
-import time
-from types import SimpleNamespace
+import sys
 
-import numpy as np
-import torch
-from shapes import flops_per_token, random_lm, record
+from measure import CASES, Options, report
 
-from verl.algorithms.grpo import GRPO
-from verl.core.batch import from_groups
-from verl.core.types import Group, Request, Sampling, Task, derive_seed
-from verl.engine.native.config import NativeConfig
-from verl.engine.native.engine import NativeEngine
-from verl.engine.optimizer import OptimConfig
-from verl.engine.train import TrainEngine
-from verl.models.compile import compile_for_training
-from verl.trainer.rl import apply_credit, update
-
-PROMPTS, GROUP, PROMPT, RESPONSE = 64, 8, 256, 1024
-PEAK_FLOPS = 790e12  # bf16 on this chip, measured
+RUNS = {  # (method, system) -> module with run(method, case, options)
+    ("grpo", "verl"): "step_online", ("ppo", "verl"): "step_online", ("dpo", "verl"): "step_dpo",
+    ("grpo", "trl"): "step_trl", ("grpo", "trl_tuned"): "step_trl", ("dpo", "trl"): "step_trl", ("dpo", "trl_tuned"): "step_trl",
+    ("ppo", "accelerate"): "step_accelerate",
+}
+OURS = "verl"
 
 
-class Watch:
-    """Samples device memory in use and utilisation until stopped."""
-
-    def __enter__(self):
-        self.peak, self.busy, self.on = 0, [], True
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-        return self
-
-    def _run(self):
-        query = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
-        while self.on:
-            used, busy = subprocess.run(query, capture_output=True, text=True).stdout.strip().split(", ")
-            self.peak = max(self.peak, int(used) / 1024)
-            self.busy.append(int(busy))
-            time.sleep(0.2)
-
-    def __exit__(self, *_):
-        self.on = False
-        self.thread.join()
+def one(method: str, system: str, case: str, o: Options) -> str:
+    """Run one line of the table in this process, record it and return it."""
+    module = importlib.import_module(RUNS[method, system])
+    extra = {} if system == OURS else {"system": system}
+    result = module.run(method, CASES[case], o, **extra)
+    return report(method, CASES[case], system, result, o, shared=system == OURS)
 
 
-def one_step(step, rollout, policy, run, sampling, clock, sleep):
-    rng = np.random.default_rng(step)
-    prompts = [rng.integers(0, 150000 if policy.lm.head.rows > 150000 else 128000, PROMPT).astype(np.int32) for _ in range(PROMPTS)]
-    with clock("generate"):
-        rollout.load_weights(policy.weights())
-        requests = [Request(str(i), p, tuple(derive_seed(step, i, j) for j in range(GROUP))) for i, p in enumerate(prompts)]
-        samples = rollout.generate(requests, sampling)
-        if sleep:
-            rollout.sleep()
-    with clock("score"):
-        groups = [Group(Task(str(i), "p"), p, s) for i, (p, s) in enumerate(zip(prompts, samples))]
-        for group in groups:
-            for sample in group.samples:
-                assert len(sample) == RESPONSE, len(sample)
-                sample.score = float(np.mean(sample.ids_L % 2))
-    with clock("credit"):
-        batch, algo = from_groups(groups), GRPO()
-        credit = algo.credit(batch)
-        apply_credit(batch, credit)
-    with clock("train"):
-        metrics = update(run, batch, credit, algo, policy, None)
-        torch.cuda.synchronize()
-    return batch.tokens, metrics
+def options(args: argparse.Namespace) -> Options:
+    o = Options(steps=args.steps, budget=args.budget, memory=tuple(args.memory), accelerations=not args.no_accelerations,
+                sleep=args.sleep, micro=args.micro)
+    return o.tiny() if args.tiny else o
 
 
-def case(name, steps, compiled, budget, sleep):
-    gc.collect()
-    torch.cuda.empty_cache()
-    lm = random_lm(name)
-    policy = TrainEngine(lm, 1.0, OptimConfig(lr=1e-6), 1000, token_budget=budget)
-    if compiled:
-        compile_for_training(lm)
-    pages = PROMPTS * GROUP * -(-RESPONSE // 64) + PROMPTS * -(-PROMPT // 64)
-    rollout = NativeEngine(lm, NativeConfig(max_total_tokens=PROMPT + RESPONSE, kv_tokens=64 * (pages + 8)))
-    run = SimpleNamespace(config=SimpleNamespace(train_batch_size=None, update_epochs=1, updates_per_step=1),
-                          sampling=SimpleNamespace(max_tokens=RESPONSE))
-    sampling = Sampling(max_tokens=RESPONSE, ignore_eos=True)
-    rows = []
-    for step in range(steps + 1):  # the first compiles and captures
-        times = {}
-
-        @contextlib.contextmanager
-        def clock(part, times=times):
-            begun = time.perf_counter()
-            yield
-            torch.cuda.synchronize()
-            times[part] = time.perf_counter() - begun
-
-        with Watch() as watch:
-            start = time.perf_counter()
-            tokens, metrics = one_step(step, rollout, policy, run, sampling, clock, sleep)
-            times["step"] = time.perf_counter() - start
-        times |= {"peak": watch.peak, "busy": float(np.mean(watch.busy)), "tokens": tokens,
-                  "gap": metrics.get("sampling/sampling_logp_difference/mean", float("nan")),
-                  "gap_max": metrics.get("sampling/sampling_logp_difference/max", float("nan")), "grad": metrics["grad_norm"]}
-        print(name, "step", step, {k: round(v, 4) for k, v in times.items()}, flush=True)
-        rows.append(times)
-    best = {k: float(np.median([r[k] for r in rows[1:]])) for k in rows[0]}
-    best["first"] = rows[0]["step"]
-    return best
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("methods", nargs="*", choices=["grpo", "ppo", "dpo", []], default=["grpo"])
+    p.add_argument("--cases", nargs="+", choices=list(CASES), help="left out: q05 q15 (grpo), q15 (ppo), q05 (dpo)")
+    p.add_argument("--systems", nargs="+", default=[OURS], choices=[OURS, "trl", "trl_tuned", "accelerate"])
+    p.add_argument("--steps", type=int, default=3, help="measured steps, behind one that compiles and captures")
+    p.add_argument("--memory", nargs="*", default=[], choices=["checkpoint", "offload"], help="memory for time")
+    p.add_argument("--budget", type=int, help="tokens per micro-batch of ours; left out: from the memory there is")
+    p.add_argument("--micro", type=int, help="sequences per micro-batch of a peer; left out: its usual one, or the largest that fits")
+    p.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True, help="the KV pool's memory serves training")
+    p.add_argument("--no-accelerations", action="store_true", help="neither compiled layers nor CUDA graphs")
+    p.add_argument("--compare-losses", action="store_true", help="losses with every acceleration on and off, on fixed samples")
+    p.add_argument("--tiny", action="store_true", help="a CPU and tiny models, to see that everything runs")
+    p.add_argument("--here", action="store_true", help="in this process: one method, one system, one case")
+    return p.parse_args()
 
 
-def report(name, r):
-    mean_context = (PROMPT * PROMPT / 2 * PROMPTS + PROMPTS * GROUP * RESPONSE * (PROMPT + RESPONSE / 2)) / r["tokens"]
-    mfu = flops_per_token(name, mean_context) * r["tokens"] / r["train"] / PEAK_FLOPS
-    logical = PROMPTS * GROUP * (RESPONSE + PROMPT + RESPONSE)  # generated + trained tokens, the usual definition
-    for metric, value, unit in (("step_s", r["step"], "s"), ("generate_s", r["generate"], "s"), ("train_s", r["train"], "s"),
-                                ("peak_gib", r["peak"], "GiB"), ("mfu", mfu, "of 790 TFLOP/s, computed FLOPs"),
-                                ("tokens_per_s", logical / r["step"], "logical tokens/s"), ("utilization", r["busy"], "%"),
-                                ("first_step_s", r["first"], "s, compilation and capture included")):
-        record("step", name, "verl", metric, value, unit, "step.h200.jsonl")
-    return (f"{name:4s} step {r['step']:6.2f} s = generate {r['generate']:.2f} + score {r['score']:.2f} + "
-            f"credit {r['credit']:.2f} + train {r['train']:.2f}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   "
-            f"busy {r['busy']:.0f}%   |dlogp| mean {r['gap']:.1e} max {r['gap_max']:.1e}   first step {r['first']:.0f} s")
+def main() -> None:
+    args = parse()
+    o = options(args)
+    usual = {"grpo": ["q05", "q15"], "ppo": ["q15"], "dpo": ["q05"]}
+    lines = []
+    for method in args.methods:
+        for case in ["tiny"] if args.tiny and not args.cases else args.cases or usual[method]:
+            if args.compare_losses:
+                lines.append(importlib.import_module("compare_losses").run(CASES[case], o))
+                continue
+            for system in args.systems:
+                if (method, system) not in RUNS:
+                    continue
+                if args.here:
+                    lines.append(one(method, system, case, o))
+                    continue
+                command = [sys.executable, __file__, method, "--here", "--cases", case, "--systems", system,
+                           *own_flags(sys.argv[1:])]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+                print(*done.stdout.strip().splitlines()[:-1], sep="\n", flush=True)
+                lines.append(done.stdout.strip().splitlines()[-1] if done.returncode == 0 and done.stdout.strip() else
+                             f"{method} {case} {system} FAILED with exit code {done.returncode}")
+    print("\n" + "\n".join(lines), flush=True)
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("cases", nargs="*", default=["q05", "q15"])
-    p.add_argument("--steps", type=int, default=3)
-    p.add_argument("--no-compile", action="store_true")
-    p.add_argument("--budget", type=int, help="tokens per micro-batch")
-    p.add_argument("--sleep", action="store_true", help="give the KV pool back while training")
-    args = p.parse_args()
-    table = [report(name, case(name, args.steps, not args.no_compile, args.budget, args.sleep)) for name in args.cases]
-    print("\n".join(table))
+def own_flags(argv: list[str]) -> list[str]:
+    """The flags of this call that each process gets too: all but methods, cases and systems."""
+    kept, skip = [], True
+    for word in argv:
+        if word.startswith("--"):
+            skip = word in ("--cases", "--systems")
+        if not skip:
+            kept.append(word)
+    return kept
 
 
 if __name__ == "__main__":

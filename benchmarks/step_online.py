@@ -1,0 +1,163 @@
+"""Steps of ours: GRPO with a reward function, and PPO with actor, critic, reward model and reference in one process.
+
+Policies train in bf16 with fp32 masters. Full fine-tuning has four models of one shape: the critic is an independent one
+with a value head, the reward model a trunk with a score head, the reference a frozen copy's worth of weights. With
+adapters (l8lora) the critic is a value head on the trunk and the reference is the policy without its adapters, so that two
+trunks are held: 8B + 8B weights, 32 GiB of keys and values while sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from measure import Case, Options, Rows, Work, free
+from shapes import random_lm
+
+from verl.algorithms.grpo import GRPO
+from verl.algorithms.ppo import PPO
+from verl.core.batch import Batch, from_groups
+from verl.core.types import Group, Request, Sampling, Task, derive_seed
+from verl.engine.native.config import NativeConfig
+from verl.engine.native.engine import NativeEngine
+from verl.engine.optimizer import OptimConfig
+from verl.engine.train import TrainEngine
+from verl.models.compile import compile_for_training
+from verl.models.load import LoraConfig
+from verl.models.packed import Packed
+from verl.trainer.rl import apply_credit, update
+from verl.trainer.roles import Reference
+
+OPTIM = OptimConfig(lr=1e-6)
+
+
+@dataclass
+class Parts:
+    """The engines of one training."""
+
+    algo: object
+    policy: TrainEngine
+    rollout: NativeEngine
+    reference: Reference | None = None
+    critic: TrainEngine | None = None
+    reward: TrainEngine | None = None
+
+    @property
+    def trunks(self) -> list:
+        engines = (self.policy, self.critic, self.reward, self.reference.engine if self.reference else None)
+        return list({id(e.lm.module): e.lm for e in engines if e is not None}.values())
+
+
+def trainer(lm, o: Options, **settings) -> TrainEngine:
+    """A training engine with the memory options that were asked for."""
+    return TrainEngine(lm, 1.0, OPTIM, 1000, token_budget=o.budget, **settings, **({"memory": o.memory} if o.memory else {}))
+
+
+def sampler(lm, work: Work, o: Options) -> NativeEngine:
+    """The built-in engine with a cache that one step fills exactly."""
+    page = 64 if o.device == "cuda" else 16
+    pages = work.sequences * -(-work.response // page) + work.prompts * -(-work.prompt // page)
+    return NativeEngine(lm, NativeConfig(max_total_tokens=work.length, kv_tokens=page * (pages + 8), max_sequences=work.sequences,
+                                         cuda_graphs=o.accelerations, compile=o.accelerations))
+
+
+def frozen(case: Case, o: Options, seed: int):
+    lm = random_lm(case.shape, o.device, o.dtype, seed=seed)
+    for parameter in lm.module.parameters():
+        parameter.requires_grad_(False)
+    return lm
+
+
+def build(method: str, case: Case, o: Options) -> Parts:
+    """Every model of the method on the device."""
+    actor = random_lm(case.shape, o.device, o.dtype, lora=LoraConfig(rank=case.lora))
+    if method == "grpo":
+        policy = trainer(actor, o)
+        parts = Parts(GRPO(), policy, sampler(actor, o.work[method], o))
+    else:
+        if case.lora:
+            actor.add_value_head()
+        policy = trainer(actor, o, train_values=bool(case.lora))
+        reference = TrainEngine(actor if case.lora else frozen(case, o, 0), token_budget=o.budget)
+        critic = policy
+        if not case.lora:
+            lm = random_lm(case.shape, o.device, o.dtype, seed=1)
+            lm.add_value_head()
+            critic = trainer(lm, o, train_values=True)
+        judge = frozen(case, o, 2)
+        judge.add_score_head()
+        parts = Parts(PPO(), policy, sampler(actor, o.work[method], o), Reference(reference, adapters_off=bool(case.lora)), critic,
+                      TrainEngine(judge, token_budget=o.budget))
+    if o.accelerations and o.device == "cuda":
+        for lm in parts.trunks:
+            compile_for_training(lm)
+    return parts
+
+
+@torch.no_grad()
+def scores(engine: TrainEngine, batch: Batch) -> np.ndarray:
+    """The reward model's number for every sequence, float64 [S]; the batch must be in prompt order."""
+    out = [engine.lm.forward(Packed(micro, engine.lm.device, keep_last=True), 1.0, scores=True).scores_S
+           for micro in batch.micro_batches(engine.token_budget)]
+    return torch.cat(out).double().cpu().numpy()
+
+
+def ask(step: int, work: Work, vocabulary: int) -> list[Request]:
+    """Random prompts and one seed a sample, both a function of the step."""
+    rng = np.random.default_rng(step)
+    return [Request(str(i), rng.integers(0, vocabulary, work.prompt).astype(np.int32),
+                    tuple(derive_seed(step, i, j) for j in range(work.group))) for i in range(work.prompts)]
+
+
+def reward_and_score(groups: list[Group], reward: TrainEngine | None) -> Batch:
+    """The step's batch with its rewards: from the reward model, else from a function of the token ids."""
+    if reward is None:
+        for group in groups:
+            for sample in group.samples:
+                sample.score = float(np.mean(sample.ids_L % 2))
+        return from_groups(groups)
+    batch = from_groups(groups)
+    batch.rewards_S = scores(reward, batch)
+    return batch
+
+
+def one_step(step: int, parts: Parts, work: Work, sampling: Sampling, rows: Rows, sleep: bool) -> dict[str, float]:
+    """One step as the trainer's loop makes it, each verb under the clock."""
+    run = SimpleNamespace(config=SimpleNamespace(train_batch_size=None, update_epochs=1, updates_per_step=1), sampling=sampling)
+    requests = ask(step, work, parts.policy.lm.head.rows)
+    with rows.clock("sync"):
+        parts.rollout.load_weights(parts.policy.weights())
+    with rows.clock("generate"):
+        samples = parts.rollout.generate(requests, sampling)
+        if sleep:
+            parts.rollout.sleep()
+    with rows.clock("score"):
+        groups = [Group(Task(r.key, "p"), r.prompt_ids, s) for r, s in zip(requests, samples)]
+        assert not sampling.ignore_eos or all(len(s) == work.response for g in groups for s in g.samples)
+        batch = reward_and_score(groups, parts.reward)
+    with rows.clock("logprobs"):
+        if parts.reference is not None:
+            batch.ref_logprobs_T = parts.reference.logprobs(batch)
+        if parts.critic is not None:
+            batch.values_T = parts.critic.values(batch)
+    with rows.clock("credit"):
+        credit = parts.algo.credit(batch)
+        apply_credit(batch, credit)
+    with rows.clock("train"):
+        return update(run, batch, credit, parts.algo, parts.policy, parts.critic)
+
+
+def run(method: str, case: Case, o: Options) -> dict[str, float]:
+    """Medians of `o.steps` steps behind a first one that compiles and captures."""
+    free(o.device)
+    work = o.work[method]
+    parts = build(method, case, o)
+    sampling = Sampling(max_tokens=work.response, ignore_eos=True)
+    rows = Rows(f"verl {method} {case.name}", o.device)
+    for step in range(o.steps + 1):
+        with rows.step():
+            metrics = one_step(step, parts, work, sampling, rows, o.sleep)
+        print({k: round(metrics[k], 6) for k in sorted(metrics) if "difference" in k or k in ("grad_norm", "loss", "kl")}, flush=True)
+    return rows.median()
