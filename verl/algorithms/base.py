@@ -120,6 +120,14 @@ class Algorithm:
         """Numbers the loss needs over the whole optimizer batch (KTO's reference point). Default: none."""
         return {}
 
+    def should_stop(self, approx_kl: float) -> bool:
+        """True when the updates on this step's batch should end at this KL(old || policy), nats per token. Default: never."""
+        return False
+
+    def steered(self, observed_kl: float, samples: int) -> Algorithm:
+        """The algorithm of the next step, after this KL to the reference. Default: itself."""
+        return self
+
     def loss(self, x: LossInputs) -> LossOutputs:
         """Unreduced policy (and, for a shared trunk, value) loss."""
         raise NotImplementedError

@@ -219,7 +219,7 @@ def update(run: Run, parts: Parts, algo: Hybrid, policy: TrainEngine, ref: Refer
                 metrics = share(pieces[name][i], part, run.sampling.max_tokens, policy, ref, apart, measure)
                 loss += part.task.weight * metrics["loss"]
                 logs[name].add(metrics)
-                if hasattr(part.algo, "should_stop") and part.algo.should_stop(metrics.get("approx_kl", 0.0)):
+                if part.algo.should_stop(metrics.get("approx_kl", 0.0)):
                     ended.add(name)
             total.add({"loss": loss}, policy.step())
             if apart is not None:
@@ -265,15 +265,15 @@ def _cut(run: Run, part: Part, cuts: int, epoch: int) -> list[Batch]:
 def own_gradient(optimizer: MasterAdamW, measure: bool) -> Iterator[list[float]]:
     """What runs inside adds to the accumulated gradient; with `measure`, the norm of what it added stands in the list."""
     norms: list[float] = []
-    before = [master.grad for master in optimizer.masters] if measure else []
+    before = [holder.grad for holder in optimizer.sums] if measure else []
     if measure:
         optimizer.clear()
     yield norms
     if measure:
         norms.append(float(optimizer.grad_norm()))
-        for master, grad in zip(optimizer.masters, before):
+        for holder, grad in zip(optimizer.sums, before):
             if grad is not None:
-                master.grad = grad if master.grad is None else grad.add_(master.grad)
+                holder.grad = grad if holder.grad is None else grad.add_(holder.grad)
 
 
 def evaluate(run: Run, tasks: Tasks, policy: TrainEngine, ref: Reference | None, step: int) -> None:

@@ -117,7 +117,7 @@ def update(run: Run, batch: Batch, credit: Credit, algo: Algorithm, policy: Trai
             if critic is not None and critic is not policy:
                 values = critic.forward_backward(mini, algo.value_loss, logprobs=False)
                 log.add({f"critic/{k}" if k == "loss" else k: v for k, v in values.items()}, critic.step(), "critic/")
-            if hasattr(algo, "should_stop") and algo.should_stop(metrics.get("approx_kl", 0.0)):
+            if algo.should_stop(metrics.get("approx_kl", 0.0)):
                 return log.result() | {"early_stop": 1.0}
     return log.result()
 
@@ -152,7 +152,7 @@ class UpdateLog:
 
 def steer(algo: Algorithm, metrics: dict[str, float], samples: int) -> Algorithm:
     """The algorithm of the next step: its KL coefficient moved towards kl_target, when it has one."""
-    if not hasattr(algo, "steered") or "kl" not in metrics:
+    if "kl" not in metrics:
         return algo
     metrics["kl_coef"] = algo.kl_coef
     return algo.steered(metrics["kl"], samples)
