@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from verl.core.types import Request, Sample, Sampling
 from verl.core.weights import Receipt, Weights
@@ -36,7 +37,13 @@ OnSample = Callable[[str, int, Sample], None]
 
 
 class RolloutEngine(BaseEngine):
-    """Turns requests into samples under one weights version."""
+    """Turns requests into samples; each token carries the version of the weights that made it.
+
+    in_flight: `generate` takes `between` and so accepts weights and further requests in the middle (see NativeEngine). An
+    engine that can sample from a module another trains has `apart()`: one like it on a copy of its own.
+    """
+
+    in_flight: ClassVar[bool] = False
 
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling, on_sample: OnSample | None = None,

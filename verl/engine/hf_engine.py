@@ -69,6 +69,10 @@ class HFEngine(RolloutEngine):
         self.version, self._loaded = weights.version, True
         return receipt
 
+    def apart(self) -> HFEngine:
+        """An engine like this one on its own copy of the module, to sample while another trains this one's."""
+        return HFEngine(self.lm.copy(), self._limit, self.batch_size)
+
     def generate(self, requests: Sequence[Request], sampling: Sampling, on_sample: OnSample | None = None,
                  cancelled: Callable[[], bool] | None = None) -> list[list[Sample]]:
         """See RolloutEngine. End ids are `sampling.stop_ids`, or the model's own when that is empty; none with ignore_eos."""

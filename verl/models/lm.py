@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -66,6 +67,13 @@ class LM:
     def context(self) -> int:
         """Longest sequence the positions allow."""
         return int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
+
+    def copy(self) -> LM:
+        """The same model with weights of its own, without the heads of training."""
+        module = copy.deepcopy(self.module)
+        names = {m: name for name, m in self.module.named_modules()}
+        layers = [replace(layer, module=module.get_submodule(names[layer.module])) for layer in self.layers]
+        return replace(self, module=module, layers=layers, value_head=None, score_head=None)
 
     def hidden(self, ids_N: torch.Tensor, positions_N: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """Last hidden states [N, D] of N tokens in any layout `meta` understands."""

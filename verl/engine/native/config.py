@@ -24,6 +24,7 @@ class NativeConfig:
     decode_steps: int = option(8, "tokens per sequence launched before the host looks at results (GPU)")
     cuda_graphs: bool = option(True, "replay the decode step as a CUDA graph")
     compile: bool = option(True, "fuse the small operations of a decoder layer when decoding on a GPU")
+    keep_kv: bool = option(False, "when weights change in mid-generation, keep the keys and values that older ones made")
 
     def __post_init__(self):
         for name in ("kv_tokens", "page_size", "max_sequences", "max_total_tokens", "prefill_tokens", "decode_steps"):

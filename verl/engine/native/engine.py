@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -29,6 +30,8 @@ class NativeEngine(RolloutEngine):
     active LoRA adapters: sampling runs in eval mode, under no_grad, and restores the mode.
     Raises ModelError when the architecture is not proven native, ConfigError when a setting cannot hold here.
     """
+
+    in_flight = True
 
     def __init__(self, lm, config: NativeConfig | None = None, shared: bool = True):
         if not lm.native:
@@ -108,6 +111,10 @@ class NativeEngine(RolloutEngine):
                                "nothing may be sampled until a whole load succeeds")
         return Receipt(weights.version, count, total & ((1 << 63) - 1))
 
+    def apart(self, keep_kv: bool = False) -> NativeEngine:
+        """An engine like this one on its own copy of the module, which takes weights while another trains this one's."""
+        return NativeEngine(self.lm.copy(), replace(self.config, keep_kv=keep_kv), shared=False)
+
     def sleep(self) -> None:
         if not self.memory.lasting:
             self.runner.forget()
@@ -127,32 +134,38 @@ class NativeEngine(RolloutEngine):
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Seq[Request], sampling: Sampling, on_sample: OnSample | None = None,
-                 cancelled: Callable[[], bool] | None = None) -> list[list[Sample]]:
+                 cancelled: Callable[[], bool] | None = None,
+                 between: Callable[[], Seq[Request]] | None = None) -> list[list[Sample]]:
         """See RolloutEngine. End ids are `sampling.stop_ids`, or the model's own when that is empty; none with ignore_eos.
+
+        `between` is called before every launch. It may load weights, which then make the next token of every sequence: their
+        keys and values are computed again, or kept under `config.keep_kv`. It returns further requests; the call lasts until
+        there are none. Samples then come through `on_sample` alone, and the returned list is empty.
 
         Raises CapacityError, DataError or ConfigError before anything runs.
         """
         if self._void is not None:
             raise WeightsError(f"nothing can be sampled: {self._void}")
         sampler.check(sampling)
-        for request in requests:
-            self._check(request, sampling)
+        self._check(requests, sampling)
         ends = () if sampling.ignore_eos else tuple(sampling.stop_ids or self.lm.stop_ids)
         with self._sampling_mode():
-            return _Run(self, requests, sampling, ends, on_sample).all(cancelled)
+            return _Run(self, requests, sampling, ends, on_sample, keep_results=between is None).all(cancelled, between)
 
-    def _check(self, request: Request, sampling: Sampling) -> None:
-        n, rows = len(request.prompt_ids), self.lm.module.get_input_embeddings().weight.shape[0]
-        if n == 0:
-            raise DataError(f"the prompt of request {request.key!r} is empty; it needs at least one token (for example BOS)")
-        worst = int(np.max(request.prompt_ids)) if np.min(request.prompt_ids) >= 0 else int(np.min(request.prompt_ids))
-        if not 0 <= worst < rows:
-            raise DataError(f"the prompt of request {request.key!r} holds id {worst}; the model knows ids 0 to {rows - 1}")
-        if n + sampling.max_tokens > self.limit:
-            raise CapacityError(f"request {request.key!r}: {n} prompt tokens + max_tokens {sampling.max_tokens} exceed "
-                                f"{self.limit}, the longest sequence here (model context {self.lm.context}, "
-                                f"{self.pages * self.page_size} cache tokens); lower max_tokens, drop the prompt, or raise "
-                                "max_total_tokens or kv_tokens")
+    def _check(self, requests: Seq[Request], sampling: Sampling) -> None:
+        rows = self.lm.module.get_input_embeddings().weight.shape[0]
+        for request in requests:
+            n = len(request.prompt_ids)
+            if n == 0:
+                raise DataError(f"the prompt of request {request.key!r} is empty; it needs at least one token (for example BOS)")
+            worst = int(np.max(request.prompt_ids)) if np.min(request.prompt_ids) >= 0 else int(np.min(request.prompt_ids))
+            if not 0 <= worst < rows:
+                raise DataError(f"the prompt of request {request.key!r} holds id {worst}; the model knows ids 0 to {rows - 1}")
+            if n + sampling.max_tokens > self.limit:
+                raise CapacityError(f"request {request.key!r}: {n} prompt tokens + max_tokens {sampling.max_tokens} exceed "
+                                    f"{self.limit}, the longest sequence here (model context {self.lm.context}, "
+                                    f"{self.pages * self.page_size} cache tokens); lower max_tokens, drop the prompt, or raise "
+                                    "max_total_tokens or kv_tokens")
 
     @contextmanager
     def _sampling_mode(self) -> Iterator[None]:
@@ -173,42 +186,59 @@ class _Run:
     """One call of generate: the sequences under way, and how each one ends."""
 
     def __init__(self, engine: NativeEngine, requests: Seq[Request], sampling: Sampling, ends: tuple[int, ...],
-                 on_sample: OnSample | None):
+                 on_sample: OnSample | None, keep_results: bool):
         if sampling.stop and engine.lm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer and this model was bound without one; use stop_ids")
-        self.engine, self.requests, self.sampling, self.ends, self.on_sample = engine, requests, sampling, ends, on_sample
+        self.engine, self.sampling, self.ends, self.on_sample = engine, sampling, ends, on_sample
         self.window = max((len(s.encode()) for s in sampling.stop), default=0) + 4  # a token is at least one byte
-        self.results: list[list[Sample | None]] = [[None] * r.n for r in requests]
+        self.results: list[list[Sample | None]] = [[None] * r.n for r in requests] if keep_results else []
+        self.added, self.keys = 0, {}  # requests taken up, and the names of those that are not finished
         runner, config = engine.runner, engine.config
         self.scheduler = Scheduler(pool.Pages(engine.pages, engine.page_size), config.max_sequences, config.prefill_tokens,
                                    runner.decode_steps, sampling.max_tokens)
-        for i, request in enumerate(requests):
-            prompt = Prompt(np.asarray(request.prompt_ids, np.int32))
-            for j, seed in enumerate(request.seeds):
-                self.scheduler.waiting.append(Sequence(prompt, i, j, seed, np.empty(sampling.max_tokens, np.int32),
-                                                       np.empty(sampling.max_tokens, np.float32)))
+        runner.begin(sampling, ends, max((r.n for r in requests), default=1))
+        self._add(requests)
 
-    def all(self, cancelled: Callable[[], bool] | None) -> list[list[Sample]]:
-        runner, scheduler = self.engine.runner, self.scheduler
-        runner.begin(self.sampling, self.ends, max((r.n for r in self.requests), default=1))
-        flying: deque[Drawn | None] = deque()
-        while scheduler.unfinished:
+    def _add(self, requests: Seq[Request]) -> None:
+        for request in requests:
+            prompt, most = Prompt(np.asarray(request.prompt_ids, np.int32)), self.sampling.max_tokens
+            for j, seed in enumerate(request.seeds):
+                self.scheduler.waiting.append(Sequence(prompt, self.added, j, seed, np.empty(most, np.int32),
+                                                       np.empty(most, np.float32), np.empty(most, np.int32)))
+            self.keys[self.added] = [request.key, request.n]
+            self.added += 1
+
+    def all(self, cancelled: Callable[[], bool] | None, between: Callable[[], Seq[Request]] | None) -> list[list[Sample]]:
+        runner, scheduler, version = self.engine.runner, self.scheduler, self.engine.version
+        flying: deque[tuple[Drawn | None, int]] = deque()
+        while True:
+            if between is not None:
+                more = between()
+                self.engine._check(more, self.sampling)
+                self._add(more)
+                if version != self.engine.version:
+                    while flying:
+                        self._collect(*flying.popleft())
+                    scheduler.renew(self.engine.config.keep_kv)
+                    version = self.engine.version
+            if not scheduler.unfinished:
+                break
             if cancelled is not None and cancelled():
                 while flying:
-                    self._collect(flying.popleft())
+                    self._collect(*flying.popleft())
                 for sequence in [*scheduler.running, *scheduler.waiting]:
                     self._end(sequence, Finish.ABORT)
                 break
             step = scheduler.next()
             if step is not None:
-                flying.append(runner.run(step))
+                flying.append((runner.run(step), version))
             if step is None or len(flying) > runner.depth:
-                self._collect(flying.popleft())
+                self._collect(*flying.popleft())
         self.engine.preemptions = scheduler.preemptions
         return self.results
 
-    def _collect(self, drawn: Drawn | None) -> None:
-        """Take the tokens of one step; the first end of each sequence counts, what follows it does not."""
+    def _collect(self, drawn: Drawn | None, version: int) -> None:
+        """Take the tokens that `version` made in one step; the first end of each sequence counts, what follows does not."""
         self.scheduler.in_flight -= 1
         if drawn is None:
             return
@@ -220,6 +250,7 @@ class _Run:
             start, count = sequence.n, min(len(tokens_KB), self.sampling.max_tokens - sequence.n)
             sequence.ids[start:start + count] = tokens_KB[:count, b]
             sequence.logprobs[start:start + count] = logprobs_KB[:count, b]
+            sequence.versions[start:start + count] = version
             sequence.n += count
             self._finish(sequence, start, ends_B[b] or self.sampling.stop)
 
@@ -248,8 +279,12 @@ class _Run:
         self.scheduler.finish(sequence, finish, reason)
         n = sequence.n
         sample = Sample(ids_L=sequence.ids[:n].copy(), logprobs_L=sequence.logprobs[:n].copy(),
-                        versions_L=np.full(n, self.engine.version, np.int32), finish=finish, seed=sequence.seed,
-                        stop_reason=reason)
-        self.results[sequence.request][sequence.index] = sample
+                        versions_L=sequence.versions[:n].copy(), finish=finish, seed=sequence.seed, stop_reason=reason)
+        if self.results:
+            self.results[sequence.request][sequence.index] = sample
+        name = self.keys[sequence.request]
+        name[1] -= 1
+        if not name[1]:
+            del self.keys[sequence.request]
         if self.on_sample is not None:
-            self.on_sample(self.requests[sequence.request].key, sequence.index, sample)
+            self.on_sample(name[0], sequence.index, sample)

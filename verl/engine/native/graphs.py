@@ -24,7 +24,7 @@ class DecodeGraphs:
     def __init__(self, runner, config: NativeConfig):
         self.runner, self.cuda = runner, runner.lm.device.type == "cuda"
         self.why_not = "" if config.cuda_graphs and self.cuda else "switched off"
-        self.sizes = _sizes(config.max_sequences)
+        self.proven, self.sizes = False, _sizes(config.max_sequences)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
         layers = decoder_layers(runner.lm) if config.compile and self.cuda else []
@@ -49,30 +49,38 @@ class DecodeGraphs:
         self.graphs.clear()
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph | None:
-        """Warm up on a side stream, prove that the step never waits for the device, capture it."""
+        """Warm up on a side stream, prove (once) that the step never waits for the device, capture it.
+
+        The proof makes every wait in the process an error for a moment, so the first capture needs a trainer at rest.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.runner.counter.zero_()
             self.runner.step(size)
             self.runner.counter.zero_()
-            torch.cuda.synchronize()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch announces that this mode is a prototype
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                self.runner.step(size)
-            except RuntimeError as error:
-                self.why_not = f"a step of this model waits for the device: {error}"
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            stream.synchronize()
+            if not self.proven:
+                self._prove(size)
         torch.cuda.current_stream().wait_stream(stream)
         if self.why_not:
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
             self.runner.step(size)
         return graph
+
+    def _prove(self, size: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.runner.step(size)
+            self.proven = True
+        except RuntimeError as error:
+            self.why_not = f"a step of this model waits for the device: {error}"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     @contextmanager
     def compiled(self) -> Iterator[None]:

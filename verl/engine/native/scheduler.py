@@ -38,6 +38,7 @@ class Sequence:
     seed: int
     ids: np.ndarray
     logprobs: np.ndarray
+    versions: np.ndarray | None = None  # of the weights that made each token
     n: int = 0
     sampled: int = 0
     stored: int = 0  # own tokens whose keys and values are in `pages`
@@ -186,8 +187,19 @@ class Scheduler:
         return Decode(ready, steps)
 
     def _preempt(self) -> None:
-        youngest = next(reversed(self.running))
-        self.release(youngest)
-        youngest.sampled = youngest.n
-        self.waiting.appendleft(youngest)
+        self._put_back(next(reversed(self.running)))
         self.preemptions += 1
+
+    def _put_back(self, sequence: Sequence) -> None:
+        self.release(sequence)
+        sequence.sampled = sequence.n
+        self.waiting.appendleft(sequence)
+
+    def renew(self, keep: bool) -> None:
+        """Other weights are in force; nothing may be in flight. All that older ones computed is computed again; with `keep`
+        only the last token of each prompt, whose hidden state the first tokens of late samples are drawn from."""
+        for sequence in list(reversed(self.running)):
+            if keep:
+                sequence.prompt.stored = min(sequence.prompt.stored, len(sequence.prompt.ids) - 1)
+            else:
+                self._put_back(sequence)
