@@ -10,6 +10,7 @@ import torch
 from verl.core.errors import ConfigError
 
 EPS = 1e-8  # added to the root of AdamW's second moment
+WIDE = (torch.float32, torch.float64)  # parameters that are their own masters
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,81 +55,98 @@ class MasterAdamW:
             raise ConfigError("no parameter of the model requires a gradient; nothing would be trained")
         self.names = [n for n, _ in trained]
         self.working = [p for _, p in trained]
-        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.working]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulate(m)) for p, m in zip(self.working, self.masters)
-                       if m is not p]
-        decay = [m for m in self.masters if m.dim() >= 2]
-        plain = [m for m in self.masters if m.dim() < 2]
-        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=EPS,
+        self._allocate()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulate(h)) for p, h in zip(self.working, self.sums)
+                       if h is not p]
+
+    def _allocate(self) -> None:
+        """Masters, moments, and `sums`: for each parameter the holder of its accumulated gradient (`.grad`)."""
+        self.sums = self.masters = [p if p.dtype in WIDE else p.detach().float() for p in self.working]
+        groups = [{"params": [m for m in self.masters if m.dim() >= 2], "weight_decay": self.config.weight_decay},
+                  {"params": [m for m in self.masters if m.dim() < 2], "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.config.lr, betas=self.config.betas, eps=EPS,
                                        fused=True)
 
     @staticmethod
-    def _accumulate(master: torch.Tensor):
+    def _accumulate(holder):
         def hook(parameter: torch.nn.Parameter):
-            if master.grad is None:
-                master.grad = parameter.grad.to(master.dtype)
+            if holder.grad is None:
+                holder.grad = parameter.grad.float()
             else:
-                master.grad.add_(parameter.grad)
+                holder.grad.add_(parameter.grad)
             parameter.grad = None
         return hook
 
+    def gradients(self) -> list[torch.Tensor]:
+        """The accumulated gradients there are."""
+        return [h.grad for h in self.sums if h.grad is not None]
+
     def grad_norm(self) -> torch.Tensor:
         """Global 2-norm of the accumulated gradients, on the device; 0 when there are none."""
-        grads = [m.grad for m in self.masters if m.grad is not None]
+        grads = self.gradients()
         if not grads:
             return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm(grads)]))
 
     def clear(self) -> None:
         """Drop accumulated gradients."""
-        for master in self.masters:
-            master.grad = None
+        for holder in self.sums:
+            holder.grad = None
 
     @torch.no_grad()
     def step(self, rate: float, norm: float) -> None:
         """One update at this rate with gradients clipped to max_grad_norm, then write-back."""
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        grads = [m.grad for m in self.masters if m.grad is not None]
         if scale < 1.0:
-            torch._foreach_mul_(grads, scale)
+            torch._foreach_mul_(self.gradients(), scale)
+        self._apply(rate)
+        self.clear()
+        self.updates += 1
+
+    def _apply(self, rate: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
         low = [(p, m) for p, m in zip(self.working, self.masters) if m is not p]
         if low:
             torch._foreach_copy_([p.detach() for p, _ in low], [m for _, m in low])
-        self.clear()
-        self.updates += 1
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name: what a resume needs beside `updates`."""
         out = {}
-        for name, working, master in zip(self.names, self.working, self.masters):
+        for i, (name, working, master) in enumerate(zip(self.names, self.working, self.masters)):
             if master is not working:
                 out[f"master.{name}"] = master.detach()
-            for key, value in self.adamw.state.get(master, {}).items():
-                out[f"{key}.{name}"] = value.detach()
+            out |= {f"{key}.{name}": value.detach() for key, value in self._moments_of(i).items()}
         return out
+
+    def _moments_of(self, i: int) -> dict[str, torch.Tensor]:
+        """AdamW's state of parameter i; empty before its first update."""
+        return self.adamw.state.get(self.masters[i], {})
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], updates: int) -> None:
         """Restore `state()`; moments held before are gone. Raises KeyError naming a tensor that is missing or of another
         shape, before anything was changed."""
         found = {}
-        for name, working, master in zip(self.names, self.working, self.masters):
+        for i, (name, working, master) in enumerate(zip(self.names, self.working, self.masters)):
             if master is not working:
                 find(tensors, f"master.{name}", master.shape)
             if f"exp_avg.{name}" in tensors:
                 shapes = {"step": (), "exp_avg": master.shape, "exp_avg_sq": master.shape}
-                found[master] = {k: find(tensors, f"{k}.{name}", s).to(master.device, copy=True) for k, s in shapes.items()}
+                found[i] = {k: find(tensors, f"{k}.{name}", s) for k, s in shapes.items()}
         for name, working, master in zip(self.names, self.working, self.masters):
             if master is not working:
                 master.copy_(tensors[f"master.{name}"])
                 working.copy_(master)
-        self.adamw.state.clear()
-        self.adamw.state.update(found)
+        self._take_moments(found)
         self.updates = updates
+
+    def _take_moments(self, found: dict[int, dict[str, torch.Tensor]]) -> None:
+        self.adamw.state.clear()
+        for i, moments in found.items():
+            master = self.masters[i]
+            self.adamw.state[master] = {k: t.to(master.device, copy=True) for k, t in moments.items()}
 
 
 def find(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -7,7 +7,7 @@ computed once over the whole optimizer batch, so no cut of that batch changes th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from verl.core.batch import Batch
 from verl.core.errors import TrainingError, WeightsError
 from verl.core.weights import Receipt, Weights
 from verl.engine.base import BaseEngine
+from verl.engine.memory import HostAdamW, blocks, check_words, recomputed
 from verl.engine.optimizer import MasterAdamW, OptimConfig, find, learning_rate
 from verl.engine.requests import check_newer
 from verl.models.lm import LM
@@ -75,15 +76,19 @@ class TrainEngine(BaseEngine):
 
     temperature: the sampling temperature the log-probs belong to, on every side of the loss.
     total_updates: length of the learning-rate schedule. token_budget: computed tokens a micro-batch may have; None
-    chooses it from free memory.
+    chooses it from the memory there is. memory: "checkpoint" keeps only the layers' inputs for backward, "offload" keeps
+    masters and moments in main memory; neither changes a result.
     """
 
     def __init__(self, lm: LM, temperature: float = 1.0, optim: OptimConfig | None = None, total_updates: int = 1,
-                 token_budget: int | None = None, train_values: bool = False):
+                 token_budget: int | None = None, train_values: bool = False, memory: Sequence[str] = ()):
+        check_words(memory)
         self.lm, self.temperature, self.total_updates = lm, temperature, total_updates
         if lm.device.type == "cuda":
             grow_in_place()
-        self.optimizer = MasterAdamW(lm.parameters(), optim) if optim is not None else None
+        make = HostAdamW if "offload" in memory else MasterAdamW
+        self.optimizer = make(lm.parameters(), optim) if optim is not None else None
+        self.recomputed = blocks(lm.module) if "checkpoint" in memory else []
         self.train_values = train_values and lm.value_head is not None
         self.token_budget = token_budget or plan_token_budget(lm, training=optim is not None)
         self.attempts = self.skipped_in_a_row = self.skipped_total = 0  # attempts: updates made or skipped
@@ -125,8 +130,8 @@ class TrainEngine(BaseEngine):
             if self.optimizer is not None:
                 self.optimizer.clear()
             raise TrainingError(f"out of memory with micro-batches of {self.token_budget} tokens; set "
-                                f"trainer.micro_batch_tokens to {self.token_budget // 2} or less, or use LoRA "
-                                f"(model.actor.lora.rank: 16)") from error
+                                f"trainer.micro_batch_tokens to {self.token_budget // 2} or less, trainer.memory to "
+                                f"[checkpoint, offload], or use LoRA (model.actor.lora.rank: 16)") from error
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +155,9 @@ class TrainEngine(BaseEngine):
     def _micro(self, micro: Batch, loss, totals: _Totals, context: Mapping[str, float], logprobs: bool,
                entropy_grad: bool, scores: bool) -> torch.Tensor:
         device = self.lm.device
-        outputs = self.lm.forward(Packed(micro, device, keep_last=scores), self.temperature, logprobs, self.train_values, scores)
+        packed = Packed(micro, device, keep_last=scores)
+        with recomputed(self.recomputed):
+            outputs = self.lm.forward(packed, self.temperature, logprobs, self.train_values, scores)
         if outputs.entropy_T is not None and not entropy_grad:
             outputs.entropy_T = outputs.entropy_T.detach()
         x = loss_inputs(micro, outputs, device, context)

@@ -82,13 +82,13 @@ def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: 
     if any(part.algo.needs_scores for part in trainer.parts):
         actor.add_score_head(trainer.seed)
     budget = trainer.micro_batch_tokens
-    policy = TrainEngine(actor, trainer.sampling.temperature, trainer.optim, total_updates, budget, train_values=shared_critic)
+    policy = TrainEngine(actor, trainer.sampling.temperature, trainer.optim, total_updates, budget, shared_critic, trainer.memory)
     critic_engine = policy if shared_critic else None
     if algo.needs_critic and not shared_critic:
         critic = critic or load_role(config.model.critic, "critic", notes)
         if critic.value_head is None:
             critic.add_value_head(trainer.seed)
-        critic_engine = TrainEngine(critic, trainer.sampling.temperature, trainer.optim, total_updates, budget, train_values=True)
+        critic_engine = TrainEngine(critic, trainer.sampling.temperature, trainer.optim, total_updates, budget, True, trainer.memory)
     compiled = pays_to_compile(config, total_updates) and actor.device.type == "cuda"
     if compiled and actor.native:
         compile_for_training(actor)
