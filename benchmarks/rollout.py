@@ -22,7 +22,7 @@ import time
 import numpy as np
 import torch
 import transformers
-from shapes import RESULTS, SHAPES, random_lm, record
+from shapes import RESULTS, SHAPES, random_lm, record, save_tokenizer
 from transformers import AutoModelForCausalLM
 
 from verl.core.batch import Batch
@@ -296,14 +296,6 @@ def vllm_engine(case: str) -> dict[str, float]:
     return {"tokens_per_s": tokens(answers) / seconds, "peak_gib": awake, "load_weights_ms": 1e3 * min(loads), "sleep_s": asleep,
             "asleep_gib": low, "wake_s": woken, "woken_logp_error_mean": float(after.mean()),
             "logp_error_mean": float(error.mean()), "logp_error_max": float(error.max())}
-
-
-def save_tokenizer(rows: int, directory: str) -> None:
-    """A tokenizer whose token i is the word "i": every row of a random-weight model has one."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(rows)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(directory)
 
 
 RUNS = {  # (case, system): what to measure

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from verl.models.load import bind
 
@@ -38,6 +38,14 @@ def random_lm(case: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(config_of(case, **changes), dtype=dtype)
     return bind(module, None, path=case, **bound)
+
+
+def save_tokenizer(rows: int, directory: str) -> None:
+    """A tokenizer whose token i is the word "i": every row of a random-weight model has one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(rows)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(directory)
 
 
 def flops_per_token(case: str, context: float, backward: bool = True, head: bool = True) -> float:
