@@ -2,7 +2,8 @@
 
     python benchmarks/rollout.py                     check the engine on this GPU, time everything missing, print the table
     python benchmarks/rollout.py --cases q05 l8 --systems native --redo
-    python benchmarks/rollout.py --check             only the checks
+    python benchmarks/rollout.py --check [q05]       only the checks, or those of the models whose name has this in it
+    python benchmarks/rollout.py --warm q05          compile and capture only: later runs on this machine start quickly
 
 Random weights of the real shapes; 64 prompts x 8 samples, prompt 256, response 1024 forced, temperature 1, the sampled
 tokens' log-probs returned. Each case and system runs in a process of its own and appends one JSON object a line to
@@ -92,11 +93,13 @@ def same_ids(a, b) -> str:
     return f"{sum(len(x) == len(y) and bool((x.ids_L == y.ids_L).all()) for x, y in pairs)}/{len(pairs)} samples equal"
 
 
-def check() -> None:
+def check(wanted: str) -> None:
     """Engine against the training forward, graphs against none, chunks and preemption against neither; raises if wrong."""
     sampling = Sampling(max_tokens=100, ignore_eos=True)
     failures = []
     for name, config in _tiny_configs().items():
+        if wanted not in name:
+            continue
         routed = 5.0 if "oss" in name else 0.2  # a router may flip
         for dtype, mean, most in ((torch.float32, 1e-5, 1e-4), (torch.bfloat16, 0.03, routed)):
             fused = "q05" in name and dtype == torch.bfloat16
@@ -123,15 +126,20 @@ def check() -> None:
                 failures.append(f"{name} {dtype}: sleep and wake changed {same_ids(second, again)}")
             greedy = [plain.generate(asked, Sampling(max_tokens=40, ignore_eos=True, temperature=0)) for _ in range(2)]
             assert same_ids(*greedy).startswith("33/33"), "greedy differs between two runs"
+    if wanted in "q05":
+        failures += check_fp8(sampling)
+    if failures:
+        raise SystemExit(f"the engine is wrong on this machine: {', '.join(failures)}")
+
+
+def check_fp8(sampling: Sampling) -> list[str]:
+    """The fp8 cache within its wider bound."""
     lm = native(random_lm("q05", layers=4))
     asked = ask(5, 6, 150, lm.head.rows)
     small = NativeEngine(lm, NativeConfig(kv_tokens=40_000, kv_cache_dtype="fp8", prefill_tokens=64, compile=False))
     error = rescored_error(lm, asked, small.generate(asked, sampling))
     print(f"check q05, 4 layers, fp8 cache: |dlogp| mean {error.mean():.1e} max {error.max():.1e}", flush=True)
-    if not error.mean() < 0.1:
-        failures.append("fp8 cache")
-    if failures:
-        raise SystemExit(f"the engine is wrong on this machine: {', '.join(failures)}")
+    return [] if error.mean() < 0.1 else ["fp8 cache"]
 
 
 # -- timing --------------------------------------------------------------------------------------------------------------
@@ -334,7 +342,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", help="q05 q15 l8 q05-shapes q15-shapes l8-long q05-steady; left out: all")
     parser.add_argument("--systems", nargs="*", default=["native"], help="native hf vllm")
-    parser.add_argument("--check", action="store_true", help="only check")
+    parser.add_argument("--check", nargs="?", const="", help="only check")
+    parser.add_argument("--warm", metavar="CASE", help="only compile")
     parser.add_argument("--redo", action="store_true", help="run again what the results file holds")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "SYSTEM"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -342,10 +351,14 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA GPU")
     if args.one:
         return run(*args.one)
-    if "native" in args.systems:
-        check()
+    if args.warm:
+        engine = NativeEngine(native(random_lm(args.warm)), NativeConfig(kv_tokens=80_000, max_total_tokens=1280))
+        print("warm after", clocked(lambda: engine.generate(ask(64, 8, 40, 1000), Sampling(max_tokens=20, ignore_eos=True)))[0])
+        return
+    if args.check is not None or (not args.cases and "native" in args.systems):
+        check(args.check or "")
     have = {(row["case"], row["system"]) for row in rows()}
-    for case, system in [] if args.check else RUNS:
+    for case, system in RUNS if args.check is None else []:
         wanted = system in args.systems and (not args.cases or case in args.cases)
         if wanted and (args.redo or (case, system) not in have):
             code = subprocess.run([sys.executable, __file__, "--one", case, system]).returncode
