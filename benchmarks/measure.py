@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import subprocess
 import threading
 import time
@@ -106,7 +107,8 @@ class Watch:
         return self
 
     def _run(self) -> None:
-        query = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        query = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits", "-i", visible]
         process = psutil.Process()
         while self.on:
             if self.device == "cuda":
