@@ -272,22 +272,23 @@ def grow_in_place() -> None:
 
 
 def plan_token_budget(lm: LM, training: bool) -> int:
-    """Computed tokens a micro-batch may have, from the machine's memory and what a token's activations take.
-
-    The estimate counts, per layer, about 16 hidden-sized and 3 intermediate-sized activations kept for backward. It uses
-    total and not free memory, so that a run and its resume cut their batches alike and add up the same rounding.
-    """
-    config = lm.config
+    """Computed tokens a micro-batch may have on this machine. It uses total and not free memory, so that a run and its resume
+    cut their batches alike and add up the same rounding."""
+    config, gpu = lm.config, lm.device.type == "cuda"
     hidden = getattr(config, "hidden_size", None) or lm.module.get_input_embeddings().weight.shape[1]
-    layers = getattr(config, "num_hidden_layers", 12)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    width = 2 if lm.dtype in (torch.bfloat16, torch.float16) else 4
-    token = width * (layers * (16 * hidden + 3 * inner) if training else 8 * hidden + 4 * inner)
-    if lm.device.type == "cuda":
-        memory = torch.cuda.mem_get_info(lm.device)[1] * (0.1 if training else 0.3)  # more is hardly faster
-    else:
-        memory = host_memory() * 0.25
-    return int(min(max(memory / token, 512), 65536 if lm.device.type == "cuda" else 16384))
+    memory = torch.cuda.mem_get_info(lm.device)[1] if gpu else host_memory()
+    return token_budget(memory, gpu, hidden, inner, getattr(config, "num_hidden_layers", 12), lm.dtype.itemsize, training)
+
+
+def token_budget(memory: float, gpu: bool, hidden: int, inner: int, layers: int, width: int, training: bool) -> int:
+    """Computed tokens of a micro-batch for `memory` bytes of device or host and weights of `width` bytes.
+
+    The estimate counts, per layer, about 16 hidden-sized and 3 intermediate-sized activations kept for backward.
+    """
+    token = min(width, 4) * (layers * (16 * hidden + 3 * inner) if training else 8 * hidden + 4 * inner)
+    share = (0.1 if training else 0.3) if gpu else 0.25  # more is hardly faster
+    return int(min(max(memory * share / token, 512), 65536 if gpu else 16384))
 
 
 def host_memory() -> int:
