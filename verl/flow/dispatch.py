@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 from verl.core.errors import WorkerError
 
+BARREN = 2  # leases in a row that run out while a worker makes nothing: one may be a lost message, more are a hang
+
 Key = Hashable
 
 
@@ -59,7 +61,8 @@ class _Worker:
     slots: int
     held: int = 0  # items
     cost: int = 0  # tokens of those items
-    suspect: bool = False  # let a lease run out and has not been heard of since
+    heard: float = 0.0  # when it last made something, or joined
+    barren: int = 0  # leases in a row that ran out while it made nothing
 
 
 class Dispatcher:
@@ -77,6 +80,7 @@ class Dispatcher:
     def __init__(self, lease_s: float, patience_s: float, attempts: int = 3):
         self.lease_s, self.patience_s, self.attempts = lease_s, patience_s, attempts
         self.failures: dict[Key, BaseException] = {}  # items given up, with the first error each met
+        self.expelled: dict[str, BaseException] = {}  # workers given up, and why: the caller ends their processes
         self.first_error: BaseException | None = None  # of any item or worker since nothing was last outstanding
         self._items: dict[Key, _Item] = {}
         self._pending: list[_Item] = []  # by order, so that what came back goes out first
@@ -108,7 +112,7 @@ class Dispatcher:
         if key in self._items:
             raise ValueError(f"item {key!r} is outstanding already; a key may come again when it has ended")
         self.failures.pop(key, None)
-        if not self._items and self._usable():
+        if not self._items and self._workers:
             self.first_error = None  # the errors of work that has ended; without a worker, it says why there is none
         self._orders += 1
         item = self._items[key] = _Item(key, cost, self._orders)
@@ -116,20 +120,12 @@ class Dispatcher:
         self._watch(now)
 
     def join(self, worker: str, slots: int, now: float) -> None:
-        """A worker that can hold `slots` items (1 or more) at once. From a known one: a sign of life, and its slots from now on."""
+        """A worker that can hold `slots` items (1 or more) at once. From a known one: only its slots from now on."""
         if slots < 1:
             raise ValueError(f"worker {worker} joins with {slots} slots; it needs at least 1")
-        known = self._workers.setdefault(worker, _Worker(worker, slots))
-        known.slots, known.suspect = slots, False
+        self._workers.setdefault(worker, _Worker(worker, slots, heard=now)).slots = slots
+        self.expelled.pop(worker, None)
         self._watch(now)
-
-    def heartbeat(self, worker: str, now: float) -> bool:
-        """The worker lives. Extends no lease (a process can live while its engine hangs). False: it has to join (again)."""
-        known = self._workers.get(worker)
-        if known is not None:
-            known.suspect = False
-            self._watch(now)
-        return known is not None
 
     def assign(self, now: float) -> list[Assignment]:
         """What to send now: waiting items to the workers with the least outstanding cost for each of their slots.
@@ -138,7 +134,7 @@ class Dispatcher:
         on while there is another.
         """
         given: dict[str, list[_Item]] = {}
-        waiting, room = [], sum(max(w.slots - w.held, 0) for w in self._usable())
+        waiting, room = [], sum(max(w.slots - w.held, 0) for w in self._workers.values())
         for item in self._pending:
             worker = self._choose(item) if room > 0 else None
             if worker is None:
@@ -158,21 +154,24 @@ class Dispatcher:
         return out
 
     def progress(self, worker: str, lease: int, tokens: int, now: float) -> None:
-        """The worker has made `tokens` tokens under this lease in all; more than it said before extends the lease."""
-        self.heartbeat(worker, now)
+        """The worker has made `tokens` tokens under this lease in all; more than it said before extends the lease.
+
+        That the process lives is not enough: an engine can hang in a process that lives.
+        """
         held = self._leases.get(lease)
         if held is not None and held.worker == worker and tokens > held.tokens:
             held.tokens, held.until = tokens, now + self.lease_s
+            self._heard(worker, now)
 
     def finished(self, worker: str, lease: int, key: Key, now: float) -> bool:
         """True exactly once for an item: the caller takes this result. False: it has one, was given up or withdrawn.
 
         The first result wins, also when its lease has run out meanwhile: work that arrives late is still work.
         """
-        self.heartbeat(worker, now)
         item = self._items.get(key)
         if item is None or lease not in item.leases:
             return False
+        self._heard(worker, now)
         self._release(item)
         del self._items[key]
         self._watch(now)
@@ -180,9 +179,9 @@ class Dispatcher:
 
     def failed(self, worker: str, lease: int, key: Key, error: BaseException, now: float) -> None:
         """The worker could not do this item, and goes on with the others. Ignored unless the lease is in force."""
-        self.heartbeat(worker, now)
         item = self._items.get(key)
         if item is not None and item.lease == lease:
+            self._heard(worker, now)
             self._retry(item, error)
             self._watch(now)
 
@@ -198,22 +197,29 @@ class Dispatcher:
     def expired(self, now: float) -> list[Key]:
         """End the leases whose deadline has come; the items that lost theirs, to be assigned again or failed.
 
+        A worker that made nothing during BARREN leases in a row is lost too, and named in `expelled`.
+
         Raises WorkerError, from the first error, when items have waited patience_s without a worker: nobody is left.
         """
         out: list[Key] = []
         for lease in [n for n, held in self._leases.items() if held.until <= now]:
+            if lease not in self._leases:  # its worker was expelled for one before it
+                continue
             held = self._leases[lease]
-            if held.worker in self._workers:
-                self._workers[held.worker].suspect = True
             out += held.items
-            self._break(lease, WorkerError(
+            worker, error = self._workers[held.worker], WorkerError(
                 f"worker {held.worker} made no progress on {len(held.items)} item(s) for {self.lease_s:g} s (lease {lease}, first "
-                f"item {next(iter(held.items))!r})"))
+                f"item {next(iter(held.items))!r})")
+            worker.barren += worker.heard + self.lease_s <= now
+            self._break(lease, error)
+            if worker.barren >= BARREN:
+                out += [k for other in self._leases.values() if other.worker == held.worker for k in other.items]
+                self.expelled[held.worker] = error
+                self.lost(held.worker, error, now)
         self._watch(now)
         if self._alone_since is not None and self._alone_since + self.patience_s <= now:
-            raise WorkerError(f"{len(self._pending)} item(s) waited {self.patience_s:g} s without a worker that answers (known: "
-                              f"{', '.join(self._workers) or 'none'}); the first error: {self.first_error or 'none'}"
-                              ) from self.first_error
+            raise WorkerError(f"{len(self._pending)} item(s) waited {self.patience_s:g} s without a worker; the first error: "
+                              f"{self.first_error or 'none, no worker has joined'}") from self.first_error
         return out
 
     def withdraw(self, keys: Iterable[Key] | None = None) -> list[Key]:
@@ -232,21 +238,23 @@ class Dispatcher:
             times.append(self._alone_since + self.patience_s)
         return min(times, default=None)
 
-    def _usable(self) -> list[_Worker]:
-        return [w for w in self._workers.values() if not w.suspect]
-
     def _choose(self, item: _Item) -> _Worker | None:
-        usable = self._usable()
-        fresh = [w for w in usable if w.name not in item.tried]
-        free = [w for w in fresh or usable if w.held < w.slots]
+        workers = list(self._workers.values())
+        fresh = [w for w in workers if w.name not in item.tried]
+        free = [w for w in fresh or workers if w.held < w.slots]
         return min(free, key=lambda w: (w.cost + item.cost) / w.slots, default=None)
 
     def _watch(self, now: float) -> None:
         """Keep the time since which items wait without anybody who could take them."""
-        if not self._pending or self._usable():
+        if not self._pending or self._workers:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
+
+    def _heard(self, name: str, now: float) -> None:
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.heard, worker.barren = now, 0
 
     def _break(self, lease: int, error: BaseException) -> None:
         for item in list(self._leases[lease].items.values()):
@@ -274,7 +282,6 @@ class Dispatcher:
         del held.items[item.key]
         if not held.items:
             del self._leases[item.lease]
-        if held.worker in self._workers:
-            worker = self._workers[held.worker]
+        if (worker := self._workers.get(held.worker)) is not None:  # else it is being lost
             worker.held, worker.cost = worker.held - 1, worker.cost - item.cost
         item.lease = None
