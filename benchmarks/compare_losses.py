@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from measure import Case, Options, Rows, free
 from shapes import random_lm
-from step_online import sampler
+from step_online import ask, sampler
 
 from verl.algorithms.grpo import GRPO
 from verl.core.batch import Batch
+from verl.core.types import Sampling
 from verl.engine.optimizer import OptimConfig
 from verl.engine.train import TrainEngine
 from verl.models.compile import compile_for_training
@@ -86,13 +87,12 @@ def train(case: Case, o: Options, on: bool) -> np.ndarray:
 
 
 def sampled_alike(case: Case, o: Options) -> str:
-    """Greedy-free agreement of the sampler with and without graphs and compiled layers: mean |log-prob difference| of the tokens that
-    both drew after the same beginning."""
-    from verl.core.types import Sampling
+    """Agreement of the sampler with and without graphs and compiled layers: |log-prob difference| of the tokens that both drew
+    after the same beginning."""
     lm, work = random_lm(case.shape, o.device, o.dtype), o.work["grpo"]
-    from step_online import ask
     sampling = Sampling(max_tokens=min(work.response, 128), ignore_eos=True)
-    answers = [sampler(lm, work, replace(o, accelerations=on)).generate(ask(0, work, lm.head.rows), sampling) for on in (True, False)]
+    requests = ask(0, work, lm.head.rows)
+    answers = [sampler(lm, work, replace(o, accelerations=on)).generate(requests, sampling) for on in (True, False)]
     gaps, same, total = [], 0, 0
     for a, b in zip(*([s for group in answer for s in group] for answer in answers)):
         equal = a.ids_L == b.ids_L
@@ -116,5 +116,5 @@ def run(case: Case, o: Options) -> str:
     for step, (a, b) in enumerate(zip(on, off)):
         print(f"step {step}: on {np.array2string(a, precision=7)}   off {np.array2string(b, precision=7)}", flush=True)
     alike = sampled_alike(case, o)
-    return (f"{case.name}: {o.steps} steps, accelerations on against off: loss differs by at most {gap[0]:.2e} (size {size[0]:.2e}), "
-            f"KL by {gap[1]:.2e} ({size[1]:.2e}), entropy by {gap[2]:.2e} ({size[2]:.2e}); {alike}")
+    return (f"{case.name}: {o.steps} steps, accelerations on against off: loss differs by at most {gap[0]:.2e} (size {size[0]:.2e})"
+            f", KL by {gap[1]:.2e} ({size[1]:.2e}), entropy by {gap[2]:.2e} ({size[2]:.2e}); {alike}")

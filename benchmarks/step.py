@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=3, help="measured steps, behind one that compiles and captures")
     p.add_argument("--memory", nargs="*", default=[], choices=["checkpoint", "offload"], help="memory for time")
     p.add_argument("--budget", type=int, help="tokens per micro-batch of ours; left out: from the memory there is")
-    p.add_argument("--micro", type=int, help="sequences per micro-batch of a peer; left out: its usual one, or the largest that fits")
+    p.add_argument("--micro", type=int, help="sequences per micro-batch of a peer; left out: its usual one, or what fits")
     p.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True, help="the KV pool's memory serves training")
     p.add_argument("--no-accelerations", action="store_true", help="neither compiled layers nor CUDA graphs")
     p.add_argument("--compare-losses", action="store_true", help="losses with every acceleration on and off, on fixed samples")

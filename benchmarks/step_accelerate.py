@@ -40,6 +40,11 @@ class Loop:
             model(case, AutoModelForCausalLM, o, o.dtype).requires_grad_(False),
             model(case, AutoModelForSequenceClassification, o, o.dtype, num_labels=1).requires_grad_(False))
         self.vocabulary = actor.config.vocab_size
+        for network, optimizer in ((self.actor, self.actor_optimizer), (self.critic, self.critic_optimizer)):
+            for parameter in network.parameters():  # the moments take their memory before micro-batches are tried
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
         self.micro = {"generate": work.sequences, "forward": o.micro or TRIES[0], "train": o.micro or TRIES[0]}
 
     def fits(self, phase: str, function):
@@ -59,10 +64,13 @@ class Loop:
     @torch.no_grad()
     def generate(self, prompts: torch.Tensor) -> torch.Tensor:
         n = self.work.response
-        settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=n, eos_token_id=None, pad_token_id=0)
-        sampler = self.accelerator.unwrap_model(self.actor)
-        return self.fits("generate", lambda micro: torch.cat([
-            sampler.generate(input_ids=p, attention_mask=torch.ones_like(p), generation_config=settings) for p in prompts.split(micro)]))
+        settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=n, eos_token_id=None,
+                                    pad_token_id=0)
+        network = self.accelerator.unwrap_model(self.actor)
+
+        def sample(part: torch.Tensor) -> torch.Tensor:
+            return network.generate(input_ids=part, attention_mask=torch.ones_like(part), generation_config=settings)
+        return self.fits("generate", lambda micro: torch.cat([sample(part) for part in prompts.split(micro)]))
 
     def logprobs(self, network, ids: torch.Tensor) -> torch.Tensor:
         """[B, R] log-probs of the response tokens."""
@@ -91,7 +99,7 @@ class Loop:
 
     def update(self, micro: int, ids, old, values, advantages, returns) -> None:
         """One update of each: gradients summed over micro-batches."""
-        for i, (x, o, v, a, r) in enumerate(zip(*(t.split(micro) for t in (ids, old, values, advantages, returns)))):
+        for x, o, v, a, r in zip(*(t.split(micro) for t in (ids, old, values, advantages, returns))):
             share = len(x) / len(ids)
             ratio = (self.logprobs(self.actor, x) - o).exp()
             loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
@@ -124,8 +132,8 @@ class Loop:
 
 
 def run(method: str, case: Case, o: Options, system: str) -> dict[str, float]:
-    """Medians of `o.steps` steps. The step before them answers with few tokens of every prompt but trains on whole rows: it finds the
-    micro-batch and warms up at a fraction of the cost."""
+    """Medians of `o.steps` steps. The step before them trains on random rows instead of sampled ones: it finds the micro-batches
+    and warms up at a fraction of the cost."""
     free(o.device)
     torch.manual_seed(0)
     work = o.work[method]

@@ -35,7 +35,8 @@ def run(method: str, case: Case, o: Options) -> dict[str, float]:
     free(o.device)
     actor = random_lm(case.shape, o.device, o.dtype, lora=LoraConfig(rank=case.lora))
     policy, algo, work = trainer(actor, o), DPO(), o.work[method]
-    reference = Reference(TrainEngine(actor if case.lora else frozen(case, o, 0), token_budget=o.budget), adapters_off=bool(case.lora))
+    start = TrainEngine(actor if case.lora else frozen(case, o, 0), token_budget=o.budget)
+    reference = Reference(start, adapters_off=bool(case.lora))
     if o.accelerations and o.device == "cuda":
         for lm in {id(actor): actor, id(reference.engine.lm): reference.engine.lm}.values():
             compile_for_training(lm)

@@ -159,5 +159,6 @@ def run(method: str, case: Case, o: Options) -> dict[str, float]:
     for step in range(o.steps + 1):
         with rows.step():
             metrics = one_step(step, parts, work, sampling, rows, o.sleep)
-        print({k: round(metrics[k], 6) for k in sorted(metrics) if "difference" in k or k in ("grad_norm", "loss", "kl")}, flush=True)
+        shown = [k for k in sorted(metrics) if "difference" in k or k in ("grad_norm", "loss", "kl")]
+        print({k: round(metrics[k], 6) for k in shown}, flush=True)
     return rows.median()
