@@ -22,6 +22,7 @@ from verl.engine.native.engine import NativeEngine  # noqa: E402
 from verl.engine.pool import RolloutPool  # noqa: E402
 from verl.flow.actors import Cluster  # noqa: E402
 from verl.flow.devices import device_group  # noqa: E402
+from verl.flow.link import Meeting  # noqa: E402
 from verl.models.load import LoraConfig, load_lm  # noqa: E402
 
 CLUSTER: list[Cluster] = []
@@ -44,7 +45,7 @@ def broken(path, device):
 
 def pool_of(words, make, notes):
     slots = CLUSTER[0].place({"rollout": device_group(words, "rollout")})["rollout"]
-    return RolloutPool(slots, make, CLUSTER[0].address, notes.append)
+    return RolloutPool(slots, make, Meeting(CLUSTER[0].address), notes.append)
 
 
 def named(lm):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed")
 
 from verl.core.errors import CapacityError, ConfigError, WorkerError  # noqa: E402
-from verl.flow.actors import Actor, Call, Cluster, broadcast, gather, wait_any  # noqa: E402
+from verl.flow.actors import Actor, Cluster, broadcast, gather, wait_any  # noqa: E402
 from verl.flow.devices import device_group  # noqa: E402
 
 
@@ -76,6 +76,13 @@ def test_each_object_has_a_process_of_its_own(pair):
     assert gather(broadcast(pair, "add", 2, 3)) == [5, 5]
 
 
+def test_two_objects_share_a_process(pair, slots):
+    guest = Actor(slots[0], "guest", 0, partial(Box, "other"), within=pair[0]).ready(20)
+    assert guest.pid == pair[0].pid and guest.call("add", 1, 2) == 3
+    with pytest.raises(WorkerError, match="guest rank 0"):
+        guest.call("fail", "other")
+
+
 def test_errors_keep_their_type_or_name_the_process(pair):
     with pytest.raises(ConfigError, match="3 is too many") as caught:
         pair[1].call("fail", "own")
@@ -128,7 +135,7 @@ def test_a_killed_process_is_named_and_its_room_is_used_again(slots):
         everything(stream)
     assert actor.dead is not None
     with pytest.raises(WorkerError, match="died"):
-        gather([Call(actor, "add", actor._host.call.remote("add", (1, 2)))])
+        gather([actor.start("add", 1, 2)])
     again = Actor(slots[2], "box", 8, Box).ready(60)
     assert again.call("add", 1, 2) == 3
     again.kill()

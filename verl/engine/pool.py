@@ -19,7 +19,7 @@ from verl.engine.pool_worker import RolloutWorker
 from verl.engine.requests import check_newer, check_requests
 from verl.flow.actors import CALL_S, Actor, Call, Slot, gather
 from verl.flow.layout import Layout, Table, TensorSpec, table_of, whole
-from verl.flow.link import Address, Member, gpu_id, open_store
+from verl.flow.link import Meeting, Member, gpu_id
 from verl.flow.transfer import DEADLINE_S
 
 ATTEMPTS = 3  # at a load in which workers die
@@ -45,17 +45,18 @@ class RolloutPool(RolloutEngine):
     this process, or straight from the ranks of a TrainGroup. A worker that dies loses nothing but time: what it had not finished
     is sampled again by the others, from the same seeds, and a new process takes its place under the current weights.
 
-    host: this process' address, as workers reach it. note: called with a line when something like that happens.
+    note: called with a line when something like that happens. within: the actors whose processes the workers share, as many as
+    slots: they train and sample in turn, and one that dies ends the run.
     receipts: worker -> what it held after the last load. Raises the first error when no worker is left, or work fails repeatedly.
     """
 
-    def __init__(self, slots: Sequence[Slot], make: Callable[[torch.device], RolloutEngine], host: str,
-                 note: Callable[[str], None] = print):
-        self._make, self.note = make, note
-        self._store, self._address = open_store(host)
+    def __init__(self, slots: Sequence[Slot], make: Callable[[torch.device], RolloutEngine], meeting: Meeting,
+                 note: Callable[[str], None] = print, within: Sequence[Actor] = ()):
+        self._make, self._meeting, self.note = make, meeting, note
         self._serial = self._joins = 0
         self.workers: list[Worker] = []  # at work
-        self.starting = [self._start(slot) for slot in slots]
+        self.starting = [self._start(slot, *within[i:i + 1]) for i, slot in enumerate(slots)]
+        self._closed: list[tuple[Slot, Actor | None]] = []
         self.receipts: dict[str, Receipt] = {}
         self.first_error: WorkerError | None = None
         self._source: Any = None  # of the weights in force
@@ -65,14 +66,17 @@ class RolloutPool(RolloutEngine):
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def _start(self, slot: Slot) -> Worker:
+    def _start(self, slot: Slot, within: Actor | None = None) -> Worker:
         self._serial += 1
-        return Worker(Actor(slot, "rollout", self._serial - 1, partial(RolloutWorker, self._make, self._address)))
+        make = partial(RolloutWorker, self._make, self._meeting.address)
+        return Worker(Actor(slot, "rollout", self._serial - 1, make, within))
 
     def ready(self, deadline_s: float = CALL_S) -> RolloutPool:
         """Wait for every worker. Raises the first error of any."""
         gather([Call(w.actor, "start", w.actor.built) for w in self.starting], deadline_s)
         self.welcome()
+        if self.first_error is not None:
+            raise self.first_error
         return self
 
     def welcome(self) -> list[Worker]:
@@ -92,9 +96,11 @@ class RolloutPool(RolloutEngine):
         self.first_error = self.first_error or error
 
     def bury(self, worker: Worker, error: WorkerError) -> None:
-        """A worker is gone: say so and start another in its place."""
+        """A worker is gone: say so and start another in its place. Raises the error when a trainer is gone with it."""
         self._record(error)
         self.workers.remove(worker)
+        if worker.actor.within is not None:
+            raise error
         worker.actor.kill()
         self.starting.append(self._start(replace(worker.actor.slot, name=None)))
         self.note(f"verl: {error}; the others sample what it had not finished, and a new process takes its place")
@@ -113,6 +119,8 @@ class RolloutPool(RolloutEngine):
     def _need_workers(self) -> None:
         """Wait until there is a worker. Raises the first error when there will be none."""
         until = time.monotonic() + PATIENCE_S
+        self.starting += [self._start(replace(slot, name=None), within) for slot, within in self._closed]
+        self._closed = []
         while not self.workers:
             if not self.starting or time.monotonic() > until:
                 raise self.first_error or WorkerError(f"no rollout process started within {PATIENCE_S:g} s")
@@ -133,10 +141,11 @@ class RolloutPool(RolloutEngine):
                 self.bury(worker, error)
 
     def close(self) -> None:
-        """End the workers' processes."""
+        """End the workers' processes; the next use starts them again."""
         for worker in (*self.workers, *self.starting):
             worker.actor.kill()
-        self.workers, self.starting = [], []
+            self._closed.append((worker.actor.slot, worker.actor.within))
+        self.workers, self.starting, self._group = [], [], None
 
     @property
     def max_total_tokens(self) -> int:
@@ -183,17 +192,20 @@ class RolloutPool(RolloutEngine):
         """Move a version from the source to these workers; all of them then hold the same tensors, or none may be used."""
         if not receivers:
             return
-        layout, senders = source.layout(), len(source.gpus)
+        layout = source.layout()
         self._table = table = _arriving(layout.table, receivers[0].facts["table"], source.frozen)
         group = (source, table, tuple(w.name for w in receivers))
-        ranks = [senders + i for i in range(len(receivers))]
+        shared = [a.within and next((i for i, s in enumerate(source.actors) if s is a.within), None)
+                  for a in (w.actor for w in receivers)]
+        ranks = [len(source.gpus) + i if at is None else at for i, at in enumerate(shared)]
         if self._group != group:
             self._group, self._joins = None, self._joins + 1
-            gpus = [*source.gpus, *(w.facts["gpu"] for w in receivers)]
+            gpus = [*source.gpus, *(w.facts["gpu"] for w, at in zip(receivers, shared) if at is None)]
             fast = None not in gpus and len(set(gpus)) == len(gpus)
             name, to = f"load {self._joins}", whole(table, ranks)
-            calls = [w.actor.start("join", name, rank, layout, to, fast, source.lora) for w, rank in zip(receivers, ranks)]
-            gather([*calls, *source.join(self._address, self._store, name, layout, to, fast)], 2 * DEADLINE_S)
+            calls = [w.actor.start("join", name, rank, layout, to, fast, source.lora, None if at is None else source.role)
+                     for w, rank, at in zip(receivers, ranks, shared)]
+            gather([*calls, *source.join(self._meeting, name, layout, to, fast)], 2 * DEADLINE_S)
             self._group = group
         calls = [w.actor.start("load", version, DEADLINE_S) for w in receivers]
         answers = gather([*calls, *source.load(version, DEADLINE_S)], 2 * DEADLINE_S)[:len(receivers)]
@@ -232,6 +244,8 @@ class RolloutPool(RolloutEngine):
 class _Local:
     """Weights of an engine in this process, as a source; one object for all versions."""
 
+    actors: Sequence[Actor] = ()
+
     def __init__(self, weights: Weights):
         self.weights, self.member = weights, None
 
@@ -262,8 +276,8 @@ class _Local:
     def layout(self) -> Layout:
         return whole(table_of(self.trained().items()), [0])
 
-    def join(self, address: Address, store: Any, name: str, source: Layout, destination: Layout, fast: bool) -> list[Call]:
-        self.member = Member(0, store, self.trained)
+    def join(self, meeting: Meeting, name: str, source: Layout, destination: Layout, fast: bool) -> list[Call]:
+        self.member = Member(0, meeting.store, self.trained)
         self.member.join(name, source, destination, self.device if fast else torch.device("cpu"))
         return []
 
@@ -280,6 +294,7 @@ class _Peer:
     table: Table
     frozen: Collection[str]
     lora: Any
+    actors: Sequence[Actor] = ()
 
     @property
     def gpus(self) -> list[str | None]:
@@ -288,8 +303,8 @@ class _Peer:
     def layout(self) -> Layout:
         return whole(self.table, [0])
 
-    def join(self, address: Address, store: Any, name: str, source: Layout, destination: Layout, fast: bool) -> list[Call]:
-        return [self.worker.actor.start("join", name, 0, source, destination, fast, self.lora, beside=True)]
+    def join(self, meeting: Meeting, name: str, source: Layout, destination: Layout, fast: bool) -> list[Call]:
+        return [self.worker.actor.start("join", name, 0, source, destination, fast, self.lora, None, beside=True)]
 
     def load(self, version: int, deadline_s: float) -> list[Call]:
         return [self.worker.actor.start("load", version, deadline_s, beside=True)]

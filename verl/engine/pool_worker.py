@@ -13,7 +13,7 @@ from verl.core.types import Request, Sample, Sampling
 from verl.core.weights import Receipt, Weights
 from verl.engine.base import RolloutEngine
 from verl.flow.layout import Layout, Table, TensorSpec, table_of
-from verl.flow.link import Address, Member, gpu_id, own_device, reach_store
+from verl.flow.link import SOURCES, Address, Member, gpu_id, own_device, reach_store
 from verl.flow.transfer import Target
 
 Emit = Callable[[tuple[str, int, Sample]], None]
@@ -45,11 +45,12 @@ class RolloutWorker:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, rank: int, source: Layout, destination: Layout, fast: bool, lora: Any) -> None:
-        """Take part in the loads of this group; see Member. `lora`: peft's settings when adapters travel."""
+    def join(self, name: str, rank: int, source: Layout, destination: Layout, fast: bool, lora: Any, beside: str | None) -> None:
+        """Take part in the loads of this group; see Member. `lora`: peft's settings when adapters travel. `beside`: the role in
+        this process that is a part of the source too."""
         if self.lm is None:
             self._make_room(destination.table, lora)
-        arrays = (lambda: self.target.arrays) if rank in source.pieces else None
+        arrays = SOURCES[beside] if beside else (lambda: self.target.arrays) if rank in source.pieces else None
         self.member = Member(rank, self.store, arrays, self.target)
         self.member.join(name, source, destination, self.device if fast else torch.device("cpu"))
 

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import ray
@@ -29,6 +30,7 @@ from verl.flow.devices import Device, DeviceGroup
 CPU_SHARE = 0.25  # of a core, reserved for one CPU process: four small models sample on one core, and no cluster is overbooked
 PLACE_S, CALL_S = 300.0, 600.0  # the longest waits for room in the cluster, and for an answer
 _NAMESPACE = "verl"
+_TICKETS = count(1)
 
 
 # -- in the other process ----------------------------------------------------------------------------------------------
@@ -56,31 +58,31 @@ def _tried(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Host:
-    """Holds the object. Its work runs in one thread, one call after the other; what may run beside that has other threads."""
+    """Holds objects. Their work runs in one thread, one call after the other; what may run beside that has other threads."""
 
     def __init__(self):
-        self.object: Any = None
+        self.objects: dict[str, Any] = {}
         self.lines: dict[int, queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
 
     @ray.method(concurrency_group="work")
-    def build(self, make: Callable[[], Any]) -> Any:
+    def build(self, key: str, make: Callable[[], Any]) -> Any:
         def made() -> tuple[int, str]:
-            self.object = make()
+            self.objects[key] = make()
             return os.getpid(), os.uname().nodename
         return _tried(made)
 
     @ray.method(concurrency_group="work")
-    def call(self, name: str, args: tuple) -> Any:
-        return _tried(lambda: getattr(self.object, name)(*args))
+    def call(self, key: str, name: str, args: tuple) -> Any:
+        return _tried(lambda: getattr(self.objects[key], name)(*args))
 
     @ray.method(concurrency_group="side")
-    def beside(self, name: str, args: tuple) -> Any:
-        return _tried(lambda: getattr(self.object, name)(*args))
+    def beside(self, key: str, name: str, args: tuple) -> Any:
+        return _tried(lambda: getattr(self.objects[key], name)(*args))
 
     @ray.method(concurrency_group="work")
-    def stream(self, ticket: int, name: str, args: tuple) -> None:
+    def stream(self, key: str, ticket: int, name: str, args: tuple) -> None:
         line = self.lines[ticket]
-        line.put((True, _tried(lambda: getattr(self.object, name)(*args, emit=lambda item: line.put((False, item))))))
+        line.put((True, _tried(lambda: getattr(self.objects[key], name)(*args, emit=lambda item: line.put((False, item))))))
 
     @ray.method(concurrency_group="side")
     def take(self, ticket: int, wait_s: float) -> list[tuple[bool, Any]]:
@@ -116,24 +118,28 @@ class Slot:
 class Actor:
     """One process and the object in it. The constructor returns at once; `ready` waits for the object.
 
-    make: a picklable function without arguments that makes the object, in the process.
+    make: a picklable function without arguments that makes the object, in the process. within: another Actor, whose process
+    this object shares.
     """
 
-    def __init__(self, slot: Slot, role: str, rank: int, make: Callable[[], Any]):
-        self.slot, self.role, self.rank = slot, role, rank
+    def __init__(self, slot: Slot, role: str, rank: int, make: Callable[[], Any], within: Actor | None = None):
+        self.slot, self.role, self.rank, self.within = slot, role, rank, within
         self.pid: int | None = None
         self.node = str(slot.device)
         self.dead: WorkerError | None = None
-        self._tickets = 0
+        self._host = within._host if within is not None else self._process()
+        self.built = self._host.build.remote(role, make)
+
+    def _process(self) -> Any:
+        slot = self.slot
         strategy = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
         try:
-            self._host = _Remote.options(
+            return _Remote.options(
                 num_cpus=CPU_SHARE, num_gpus=slot.gpu_share, scheduling_strategy=strategy, runtime_env={"env_vars": dict(slot.env)},
                 name=slot.name, namespace=_NAMESPACE if slot.name else None).remote()
         except ValueError as error:
-            raise CapacityError(f"{role} rank {rank} was given {slot.device}, where another run's process is at work ({error}); "
-                                "give the two runs different GPUs") from error
-        self.built = self._host.build.remote(make)
+            raise CapacityError(f"{self.role} rank {self.rank} was given {slot.device}, where another run's process is at work "
+                                f"({error}); give the two runs different GPUs") from error
 
     @property
     def who(self) -> str:
@@ -153,7 +159,7 @@ class Actor:
     def start(self, name: str, *args: Any, beside: bool = False) -> Call:
         """Begin a call; `beside`: now, although another one may be at work."""
         method = self._host.beside if beside else self._host.call
-        return Call(self, name, method.remote(name, args))
+        return Call(self, name, method.remote(self.role, name, args))
 
     def call(self, name: str, *args: Any, deadline_s: float = CALL_S, beside: bool = False) -> Any:
         """The result of a method of the object. Raises what it raised when that is a VerlError, else WorkerError."""
@@ -161,15 +167,16 @@ class Actor:
 
     def stream(self, name: str, *args: Any) -> Stream:
         """Begin a call of a method that also takes `emit`, and calls it with partial results."""
-        self._tickets += 1
-        self._host.stream.remote(self._tickets, name, args)
-        return Stream(self, name, self._tickets)
+        ticket = next(_TICKETS)
+        self._host.stream.remote(self.role, ticket, name, args)
+        return Stream(self, name, ticket)
 
     def kill(self) -> None:
-        """End the process now."""
+        """End the process now, unless it is another's."""
         self.dead = self.dead or WorkerError(f"{self.who} was ended")
-        with contextlib.suppress(RayError):
-            ray.kill(self._host)
+        if self.within is None:
+            with contextlib.suppress(RayError):
+                ray.kill(self._host)
 
     def _get(self, ref: ray.ObjectRef, timeout_s: float, what: str) -> Any:
         try:
@@ -246,7 +253,7 @@ def wait_any(streams: Sequence[Stream], timeout_s: float) -> None:
 def broadcast(actors: Sequence[Actor], name: str, *args: Any) -> list[Call]:
     """Begin the same call on all of them; the arguments are stored once."""
     shared = ray.put(args)
-    return [Call(a, name, a._host.call.remote(name, shared)) for a in actors]
+    return [Call(a, name, a._host.call.remote(a.role, name, shared)) for a in actors]
 
 
 def gather(calls: Sequence[Call], deadline_s: float = CALL_S) -> list[Any]:

@@ -15,12 +15,15 @@ from verl.flow.transfer import DEADLINE_S, Arrays, Report, Target, transfer
 from verl.flow.transport import GRACE_S, Message, TorchTransport, Wait, _first_line, _wait
 
 Address = tuple[str, int]  # host and port of a store
+SOURCES: dict[str, Callable[[], Arrays]] = {}  # role -> what its engine trains in this process, for receivers that share it
 
 
-def open_store(host: str) -> tuple[dist.TCPStore, Address]:
-    """A store on this host that other processes reach under the address, as long as it is kept."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
-    return store, (host, store.port)
+class Meeting:
+    """A store on this host that other processes reach under `address`, as long as this object is kept."""
+
+    def __init__(self, host: str):
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+        self.address: Address = (host, self.store.port)
 
 
 def reach_store(address: Address) -> dist.TCPStore:

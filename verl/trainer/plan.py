@@ -12,6 +12,7 @@ import torch
 
 from verl.core.errors import ConfigError
 from verl.trainer.config import RunConfig
+from verl.trainer.placement import place
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +66,26 @@ def plan(config: RunConfig, machine: Machine | None = None) -> list[str]:
     trainer, actor = config.trainer, config.model.actor
     device = machine.gpu_name if machine.gpus else f"CPU ({torch.get_num_threads()} threads)"
     chosen = [f"{trainer.algorithm} on {device}; training in {'bf16 with fp32 masters' if machine.gpus else 'fp32'}"]
-    falls = _fallbacks(config, machine)
+    placed = place(config, machine.gpus, machine.ray)
+    falls = placed.falls + _fallbacks(config, machine, "actor" in placed.far)
     if trainer.strict and falls:
         raise ConfigError("trainer.strict: true and this machine cannot do what is asked:\n  " + "\n  ".join(falls))
     if actor.lora.rank:
         chosen.append(f"LoRA rank {actor.lora.rank}: only adapters are trained; the reference is the model without them")
-    return chosen + falls
+    return chosen + placed.lines + falls
 
 
-def _fallbacks(config: RunConfig, machine: Machine) -> list[str]:
+def _fallbacks(config: RunConfig, machine: Machine, sharded: bool) -> list[str]:
     rollout, actor = config.trainer.rollout, config.model.actor
     out = []
     if rollout.engine == "vllm" and not machine.vllm:
         out.append("trainer.rollout.engine: vllm is not installed; the built-in engine samples instead")
-    if rollout.workers > 1:
-        out.append(f"trainer.rollout.workers: {rollout.workers} separate rollout processes are not run by this version; "
-                   "one engine in this process samples everything")
     if rollout.tensor_parallel_size > 1:
         out.append(f"trainer.rollout.tensor_parallel_size: {rollout.tensor_parallel_size} needs as many GPUs and vLLM; "
                    f"this machine has {machine.gpus}; sampling runs on one device")
     if rollout.kv_cache_dtype == "fp8" and not machine.gpus:
         out.append("trainer.rollout.kv_cache_dtype: fp8 needs a GPU; keys and values are kept in the model's precision")
-    if actor.use_fsdp:
+    if actor.use_fsdp and not sharded:
         out.append(f"model.actor.use_fsdp: one process trains, so nothing is sharded ({actor.fsdp_config.sharding_strategy} is "
                    "read and has no effect)")
     if actor.use_flash_attn and not machine.flash_attention:

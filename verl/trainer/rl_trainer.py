@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -14,13 +15,14 @@ import verl
 from verl.core.config import dump
 from verl.core.errors import ConfigError
 from verl.core.registry import load_object
+from verl.core.types import Sample
 from verl.data import DataConfig, RLDataLoader
 from verl.models import context_length, load_tokenizer
 from verl.models.reward_model import RewardModel
 from verl.rewards.build import build_rewards
 from verl.rewards.function import load_function
 from verl.rewards.scorer import Scorer
-from verl.trainer import hybrid, offline, online_preference, rl
+from verl.trainer import hybrid, offline, online_preference, pipeline, rl
 from verl.trainer.config import ModelConfig, RunConfig, TrainerConfig
 from verl.trainer.online_preference import FromSamples, by_data
 from verl.trainer.plan import plan
@@ -58,6 +60,7 @@ class RLTrainer:
         parts = [(t.name, t.config, t.loader) for t in self.loader] if mixture else [("", config, self.loader)]
         for name, part, loader in parts:
             bind_data(part, loader, self.tokenizer, context)
+            pipeline.check(config)
             if part.algo.online:
                 same = next((n for n, p, _ in parts if n in self.compositions and p.rewards is part.rewards), None)
                 self.compositions[name] = (self.compositions[same] if same is not None else
@@ -75,12 +78,14 @@ class RLTrainer:
         notes: list[str] = []
         roles = build_roles(self.config, total * self.config.trainer.updates_per_step, notes,
                             longest_prompt=self.longest_prompt)
-        run = Run(self.config, total, list(self.loader.eval_prompts or ()), callbacks, roles.policy.lm.stop_ids, self.resolved,
-                  manifest(self.config, self.loader))
-        with run:
-            for line in notes:
-                run.report.note(f"verl: {line}")
-            fit(run, self.loader, roles, self.compositions)
+        with contextlib.closing(roles):
+            run = Run(self.config, total, list(self.loader.eval_prompts or ()), callbacks, roles.policy.lm.stop_ids, self.resolved,
+                      manifest(self.config, self.loader))
+            with run:
+                for line in notes:
+                    if line not in self.notes:
+                        run.report.note(f"verl: {line}")
+                fit(run, self.loader, roles, self.compositions)
         return run
 
 
@@ -109,17 +114,27 @@ def fit(run: Run, tasks: RLDataLoader | hybrid.Tasks, roles: Roles, compositions
             scorer = stack.enter_context(contextlib.closing(Scorer(composition)))
             part, loader = tasks.part(name) if name else (run.config, tasks)
             samplers[name] = Sampler(roles.rollout, policy.lm.tokenizer, loader.config, scorer, part.seed,
-                                     on_finished=run.keep_sample(policy, name), cancelled=lambda: run.stopped,
+                                     on_finished=run.keep_sample(name), cancelled=lambda: run.stopped,
                                      known=known.get(name, {}))
         if samplers:
             stack.enter_context(contextlib.closing(roles.rollout))
+            for sampler in samplers.values():
+                sampler.scorer.on_span = lambda source, *span: run.timeline.add(f"reward {source}", "score", *span, run.step + 1)
+            if hasattr(roles.rollout, "note"):  # a pool of workers, which may lose some
+                roles.rollout.note = run.report.note
+        source = None
+        if "" in samplers:
+            source = pipeline.open_source(run, tasks, samplers[""], algo, policy)
+            stack.enter_context(contextlib.closing(source))
+        run.in_flight = lambda data: unfinished(samplers, source, data)
+        run.timeline.devices |= devices(roles)
         try:
             if isinstance(algo, Hybrid):
                 hybrid.train(run, tasks.sampling_with(samplers), algo, policy, reference, critic)
             elif isinstance(algo, FromSamples):
-                online_preference.train(run, tasks, samplers[""], algo, policy, reference)
+                online_preference.train(run, tasks, source, algo, policy, reference)
             elif algo.online:
-                rl.train(run, tasks, samplers[""], algo, policy, reference, critic)
+                rl.train(run, tasks, source, algo, policy, reference, critic)
             else:
                 offline.train(run, tasks, algo, policy, reference)
         except Exception:
@@ -127,10 +142,25 @@ def fit(run: Run, tasks: RLDataLoader | hybrid.Tasks, roles: Roles, compositions
             raise
 
 
+def unfinished(samplers: dict[str, Sampler], source: pipeline.Source | None, data: dict) -> Iterator[tuple[str, int, int, Sample]]:
+    """(task, place, number, sample) of finished samples that this data state does not count as trained."""
+    if source is not None:
+        source.settle()
+    return ((name, *key, sample) for name, sampler in samplers.items()
+            for key, sample in sampler.untrained(data[name]["data"] if name else data).items())
+
+
+def devices(roles: Roles) -> dict[str, str]:
+    """Role -> device, as far as a role lives on one."""
+    engines = {"actor": roles.policy, "critic": roles.critic, "reference": getattr(roles.reference, "engine", None),
+               "rollout": roles.rollout}
+    return {role: str(lm.device) for role, engine in engines.items() if (lm := getattr(engine, "lm", None)) is not None}
+
+
 def build_composition(config: RunConfig, rewards: Any = None, notes: list[str] | None = None):
     """The run's rewards: given objects, else `trainer.rewards`, else the reward model of `model.reward_model`."""
     trainer, role = config.trainer, config.model.reward_model
-    device = str(pick_device(role, notes if notes is not None else [], "reward_model"))
+    device = str(pick_device(config, "reward_model", notes if notes is not None else []))
     sources = rewards if rewards is not None else trainer.rewards
     if not sources and role.implementation:
         sources = [load_object(role.implementation, "model.reward_model.class")(role)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,11 @@ from verl.engine.train import TrainEngine
 from verl.models import LM, load_lm
 from verl.models.compile import compile_for_training
 from verl.trainer.config import RoleConfig, RunConfig
+from verl.trainer.placement import Placement, place
+from verl.trainer.plan import inspect_machine
+
+if TYPE_CHECKING:
+    from verl.trainer.far import FarRoles
 
 
 class Reference:
@@ -41,77 +47,118 @@ class Roles:
     reference: Reference | None
     critic: TrainEngine | None
     rollout: RolloutEngine | None
+    far: FarRoles | None = None
+
+    def close(self) -> None:
+        """End the processes of roles that have some."""
+        if self.far is not None:
+            self.far.close()
 
 
-def pick_device(role: RoleConfig, notes: list[str], name: str) -> torch.device:
-    """The device of one role; a device this machine lacks falls back with a note."""
-    wanted = role.device_map
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    local = wanted.rsplit("/", 1)[-1]
-    first = local.split("-")[0]
-    device = torch.device(first)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        have = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
-        notes.append(f"model.{name}.device_map: {wanted} is not here (this machine has {have}); {name} runs on "
-                     f"{'cuda:0' if torch.cuda.is_available() else 'cpu'}")
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if "-" in local or "/" in wanted:
-        notes.append(f"model.{name}.device_map: {wanted} names several devices or a host; {name} runs on {first} alone")
-    return device
+def pick_device(config: RunConfig, name: str, notes: list[str]) -> torch.device:
+    """The device of one role in this process; a device this machine lacks falls back with a note."""
+    machine = inspect_machine()
+    placed = place(config, machine.gpus, ray=False)
+    notes += [line for line in placed.falls if f"; {name} runs " in line]
+    return torch.device(placed.here[name])
 
 
 def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: LM | None = None, critic: LM | None = None,
                 reference: LM | None = None, rollout: RolloutEngine | None = None, longest_prompt: int | None = None) -> Roles:
     """Load what was not given, derive what was left out (reference = frozen start, critic = value head), bind engines.
 
-    longest_prompt, in tokens, lets the sampler's cache be no larger than the run can use.
+    longest_prompt, in tokens, lets the sampler's cache be no larger than the run can use. Roles with devices of their own are
+    handles on other processes (verl/trainer/far.py).
     """
+    algo, machine = config.trainer.algo, inspect_machine()
+    given = {"actor": actor, "critic": critic, "reference": reference, "rollout": rollout}
+    placed = place(config, machine.gpus, machine.ray, {role for role, value in given.items() if value is not None})
+    own_critic = algo.needs_critic and (critic not in (None, actor) or config.model.critic.model_name_or_path is not None)
+    adapters_off = config.model.actor.lora.rank and config.model.reference.model_name_or_path is None
+    needed = {"actor": True, "critic": own_critic, "rollout": algo.online, "reward_model": False,
+              "reference": algo.needs_reference and not adapters_off}
+    placed.far = {role: group for role, group in placed.far.items() if needed[role]}
+    notes += placed.falls
+    compiled = pays_to_compile(config, total_updates) and (machine.gpus > 0 if actor is None else actor.device.type == "cuda")
+    far = None
+    if placed.far:
+        from verl.trainer.far import FarRoles
+        far = FarRoles(config, placed, total_updates, notes)
+    try:
+        roles = _bind(config, total_updates, notes, given, placed, far, own_critic, compiled)
+        if algo.online:
+            roles.rollout = far.rollout(longest_prompt, compiled) if "rollout" in placed.far else build_rollout(
+                config, roles.policy.lm, rollout, notes, longest_prompt, compiled)
+        if far is not None:
+            far.wait(roles)
+    except BaseException:
+        if far is not None:
+            far.close()
+        raise
+    return roles
+
+
+def _bind(config: RunConfig, total_updates: int, notes: list[str], given: dict[str, Any], placed: Placement, far: FarRoles | None,
+          own_critic: bool, compiled: bool) -> Roles:
+    """Policy, reference and critic: engines of this process, or handles whose processes have been started."""
     trainer, algo = config.trainer, config.trainer.algo
-    if actor is None:
-        with torch.random.fork_rng(devices=[]):  # fresh adapters are drawn from torch's own generator
-            torch.default_generator.manual_seed(trainer.seed)
-            actor = load_role(config.model.actor, "actor", notes, lora=config.model.actor.lora)
-    needs_reference = algo.needs_reference
-    reference_engine = build_reference(config, actor, reference, notes) if needs_reference else None
-    shared_critic = algo.needs_critic and critic in (None, actor) and config.model.critic.model_name_or_path is None
-    if shared_critic and actor.value_head is None:
-        actor.add_value_head(trainer.seed)
-    if not algo.needs_critic:
-        actor.value_head = None
-    if any(part.algo.needs_scores for part in trainer.parts):
-        actor.add_score_head(trainer.seed)
-    budget = trainer.micro_batch_tokens
-    policy = TrainEngine(actor, trainer.sampling.temperature, trainer.optim, total_updates, budget, shared_critic, trainer.memory)
-    critic_engine = policy if shared_critic else None
-    if algo.needs_critic and not shared_critic:
-        critic = critic or load_role(config.model.critic, "critic", notes)
+    shared_critic, scores = algo.needs_critic and not own_critic, any(part.algo.needs_scores for part in trainer.parts)
+    arguments = (trainer.sampling.temperature, trainer.optim, total_updates, trainer.micro_batch_tokens)
+    actor, critic, reference, critic_engine = given["actor"], given["critic"], None, None
+    if "actor" in placed.far:
+        policy = far.train_group("actor", True, shared_critic, scores, compiled)
+    else:
+        actor = actor or load_actor(config, torch.device(placed.here["actor"]))
+        reference = build_reference(config, actor, given["reference"], placed, far) if algo.needs_reference else None
+        if shared_critic and actor.value_head is None:
+            actor.add_value_head(trainer.seed)
+        if not algo.needs_critic:
+            actor.value_head = None
+        if scores:
+            actor.add_score_head(trainer.seed)
+        policy = TrainEngine(actor, *arguments, shared_critic, trainer.memory)
+        if compiled and actor.native:
+            compile_for_training(actor)
+    if "actor" in placed.far and algo.needs_reference:
+        frozen = far.train_group("reference", False, False, False, False) if "reference" in placed.far else policy
+        reference = Reference(frozen, adapters_off=frozen is policy)
+    if shared_critic:
+        critic_engine = policy
+    elif own_critic and "critic" in placed.far:
+        critic_engine = far.train_group("critic", True, True, False, False)
+    elif own_critic:
+        critic = critic or load_role(config.model.critic, "critic", notes, device=torch.device(placed.here["critic"]))
         if critic.value_head is None:
             critic.add_value_head(trainer.seed)
-        critic_engine = TrainEngine(critic, trainer.sampling.temperature, trainer.optim, total_updates, budget, True, trainer.memory)
-    compiled = pays_to_compile(config, total_updates) and actor.device.type == "cuda"
-    if compiled and actor.native:
-        compile_for_training(actor)
-    engine = build_rollout(config, actor, rollout, notes, longest_prompt, compiled) if algo.online else None
-    return Roles(policy, reference_engine, critic_engine, engine)
+        critic_engine = TrainEngine(critic, *arguments, True, trainer.memory)
+    return Roles(policy, reference, critic_engine, None, far)
 
 
-def load_role(role: RoleConfig, name: str, notes: list[str], lora=None) -> LM:
-    """Load one model role from its config."""
+def load_actor(config: RunConfig, device: torch.device) -> LM:
+    """The actor of a config, the same in whatever process: fresh adapters depend on the run's seed alone."""
+    with torch.random.fork_rng(devices=[]):  # they are drawn from torch's own generator
+        torch.default_generator.manual_seed(config.trainer.seed)
+        return load_role(config.model.actor, "actor", [], lora=config.model.actor.lora, device=device)
+
+
+def load_role(role: RoleConfig, name: str, notes: list[str], lora=None, device: torch.device | None = None) -> LM:
+    """Load one model role from its config. device: the first there is when left out."""
     if role.implementation is not None:
         return load_object(role.implementation, f"model.{name}.class")(role)
     if not role.model_name_or_path:
         raise ConfigError(f"model.{name}.model_name_or_path is not set; give a model directory, e.g. "
                           f"model.{name}.model_name_or_path=models/SmolLM2-135M-Instruct")
-    device = pick_device(role, notes, name)
+    device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     return load_lm(role.model_name_or_path, role.dtype, device, lora=lora, trust_remote_code=role.trust_remote_code)
 
 
-def build_reference(config: RunConfig, actor: LM, given: LM | None, notes: list[str]) -> Reference:
+def build_reference(config: RunConfig, actor: LM, given: LM | None, placed: Placement, far: FarRoles | None) -> Reference:
     """The reference: given, from its own directory, the actor without adapters, or a frozen copy of the actor now."""
     temperature, budget = config.trainer.sampling.temperature, config.trainer.micro_batch_tokens
+    if "reference" in placed.far:
+        return Reference(far.train_group("reference", False, False, False, False), adapters_off=False)
     if given is None and config.model.reference.model_name_or_path:
-        given = load_role(config.model.reference, "reference", notes)
+        given = load_role(config.model.reference, "reference", [], device=torch.device(placed.here["reference"]))
     if given is None and hasattr(actor.module, "verl_lora"):
         return Reference(TrainEngine(actor, temperature, token_budget=budget), adapters_off=True)
     if given is None or given is actor:
@@ -159,10 +206,16 @@ def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, not
     if name == "native":
         return ROLLOUTS[name](actor, native_config(config, actor, longest_prompt, compiled))
     if name == "vllm":
-        return ROLLOUTS[name](actor.path, dtype=str(actor.dtype).removeprefix("torch."), kv_cache_dtype=rollout.kv_cache_dtype,
-                              tensor_parallel_size=rollout.tensor_parallel_size, enable_chunked_prefill=rollout.chunked_prefill,
-                              gpu_memory_utilization=rollout.kv_memory, max_lora_rank=config.model.actor.lora.rank)
+        return vllm_engine(config, actor.path, str(actor.dtype).removeprefix("torch."))
     return ROLLOUTS[name](actor)
+
+
+def vllm_engine(config: RunConfig, path: str, dtype: str) -> RolloutEngine:
+    """vLLM on a model directory, as the run's rollout settings say."""
+    rollout = config.trainer.rollout
+    return ROLLOUTS["vllm"](path, dtype=dtype, kv_cache_dtype=rollout.kv_cache_dtype,
+                            tensor_parallel_size=rollout.tensor_parallel_size, enable_chunked_prefill=rollout.chunked_prefill,
+                            gpu_memory_utilization=rollout.kv_memory, max_lora_rank=config.model.actor.lora.rank)
 
 
 def native_config(config: RunConfig, actor: LM, longest_prompt: int | None, compiled: bool):
