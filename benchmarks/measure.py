@@ -186,10 +186,14 @@ def report(method: str, case: Case, system: str, r: dict[str, float], o: Options
     work = o.work[method]
     mfu = train_flops(case, method, work, shared) / r["train"] / PEAK_FLOPS if "train" in r else float("nan")
     rate = logical_tokens(method, work) / r["step"]
-    values = {"step_s": r["step"], **{f"{p}_s": r[p] for p in (*PARTS, "rest") if p in r}, "peak_gib": r["peak"], "mfu": mfu,
+    extra = ("reference", "values", "rest", "latency_on", "latency_off", "forward_on", "forward_off")
+    values = {"step_s": r["step"], **{f"{p}_s": r[p] for p in (*PARTS, *extra) if p in r}, "peak_gib": r["peak"], "mfu": mfu,
               "tokens_per_s": rate, "tokens_per_s_per_gpu": rate, "utilization": r["busy"], "first_step_s": r["first"]}
     units = {"peak_gib": "GiB", "mfu": "of 790 TFLOP/s, computed FLOPs of the update", "tokens_per_s": "logical tokens/s",
              "tokens_per_s_per_gpu": "logical tokens/s", "utilization": "%", "first_step_s": "s, compilation and capture included"}
+    if "graph_latency_saved" in r:
+        values["graph_latency_saved"] = r["graph_latency_saved"]
+        units["graph_latency_saved"] = "of the seconds of short forwards of reward model, critic and reference"
     bench = "step" if method == "grpo" else f"step_{method}"
     if o.device == "cuda":
         settings = {"method": method, "memory": list(o.memory), "accelerations": o.accelerations, "sleep": o.sleep,
@@ -197,6 +201,7 @@ def report(method: str, case: Case, system: str, r: dict[str, float], o: Options
         for metric, value in values.items():
             if value == value:
                 record(bench, case.name, system, metric, value, units.get(metric, "s"), FILE, **settings)
+    saved = f"   compiled short forwards save {r['graph_latency_saved']:.0%}" if "graph_latency_saved" in r else ""
     split = " + ".join(f"{p} {r[p]:.2f}" for p in (*PARTS, "rest") if p in r)
     return (f"{method:5s}{case.name:9s}{system:11s} step {r['step']:7.2f} s = {split}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   "
-            f"{rate:,.0f} tokens/s   busy {r['busy']:.0f}%   first step {r['first']:.0f} s")
+            f"{rate:,.0f} tokens/s   busy {r['busy']:.0f}%   first step {r['first']:.0f} s{saved}")
