@@ -74,10 +74,37 @@ def test_the_journal_gives_back_what_was_appended(tmp_path):
     assert [r["key"] for r in back] == ["task-0", "task-1", "task-2"]
     assert back[2]["ids"].dtype == np.int32 and back[2]["ids"].tolist() == [2, 3, 4, 5]
     assert back[2]["logprobs"].dtype == np.float32
-    journal.clear()
-    assert journal.read() == [] and not (tmp_path / "progress.bin").exists()
+
+
+def keys(path, key):
+    return [r["key"] for r in Journal(path, key).read()]
+
+
+def test_a_journal_turns_to_the_next_key_with_what_is_carried_over(tmp_path):
+    path, then = tmp_path / "progress.bin", KEY | {"step": 13}
+    journal = Journal(path, KEY)
+    for i in range(3):
+        journal.append(record(i))
+    journal.prepare(then, lambda: [record(1)])
+    journal.append(record(5))  # a thread goes on
+    assert keys(path, KEY) == ["task-0", "task-1", "task-2", "task-5"], "until the commit the old key holds"
+    journal.commit()
     journal.append(record(9))
-    assert len(journal.read()) == 1
+    assert keys(path, then) == ["task-1", "task-5", "task-9"] and keys(path, KEY) == []
+    journal.prepare(KEY, lambda: [])
+    journal.commit()
+    assert journal.read() == [] and not path.exists()
+
+
+def test_after_a_kill_between_the_two_files_whichever_key_is_true_is_read(tmp_path):
+    path, then = tmp_path / "progress.bin", KEY | {"step": 13}
+    journal = Journal(path, KEY)
+    journal.append(record(0))
+    journal.prepare(then, lambda: [record(1)])
+    assert keys(path, KEY) == ["task-0"]
+    again = Journal(path, then)
+    again.append(record(2))
+    assert keys(path, then) == ["task-1", "task-2"]
 
 
 def test_a_journal_of_another_step_or_version_is_not_read_and_is_replaced(tmp_path):

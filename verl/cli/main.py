@@ -80,14 +80,15 @@ def parser() -> argparse.ArgumentParser:
     p = command("export", export_run, "write the policy of a run's newest checkpoint as a model directory")
     p.add_argument("directory", metavar="RUN", help="a run directory (trainer.output_dir)")
     p.add_argument("out", metavar="OUT", help="where the model directory goes")
-    p = commands.add_parser("show", help="look at a config, plan, dataset, step graph or run without training",
-                            description="Look at a config, plan, dataset, step graph or run without training.")
+    p = commands.add_parser("show", help="look at a config, plan, dataset, step graph, timeline or run without training",
+                            description="Look at a config, plan, dataset, step graph, timeline or run without training.")
     kinds = p.add_subparsers(title="what", metavar="WHAT", required=True)
     for name, run, help, what in (
             ("config", show.config, "the resolved settings and where each value came from", "CONFIG.yaml"),
             ("plan", show.plan_of, "which backends would run and what falls back", "CONFIG.yaml"),
             ("data", show.data, "the first rows with ids, text and trained tokens", "CONFIG.yaml"),
             ("graph", show.graph, "the verbs a step of a run really ran: who, reading and writing what, for how long", "RUN"),
+            ("timeline", show.timeline, "how busy every role was, as a table and a picture", "RUN"),
             ("run", show.run, "progress and curves of a run", "RUN")):
         command(name, run, help, kinds).add_argument("config" if what == "CONFIG.yaml" else "directory", metavar=what)
     return top

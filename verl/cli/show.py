@@ -91,6 +91,20 @@ def graph(args: argparse.Namespace) -> int:
     return 0
 
 
+def timeline(args: argparse.Namespace) -> int:
+    from verl.core.report import draw_timeline, read_timeline, utilisation
+    directory = Path(args.directory)
+    data = read_timeline(directory)
+    rows = utilisation(data)
+    width = max((len(r[0]) for r in rows), default=4)
+    print(f"{'role':{width}s}  {'device':10s} {'spans':>7s} {'busy':>10s}   of {data['otherData']['seconds']:.1f} s")
+    for role, device, spans, busy, share in rows:
+        print(f"{role:{width}s}  {device:10s} {spans:7d} {busy:8.1f} s   {share:6.1%}")
+    print(f"trace: {directory / 'timeline.json'} (opens in ui.perfetto.dev or chrome://tracing)")
+    print(f"picture: {draw_timeline(directory)}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     from verl.core.report import draw_curves
     from verl.core.report.curves import read_metrics

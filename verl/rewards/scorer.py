@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.core.errors import RewardError
@@ -29,6 +29,8 @@ class Scorer:
         self._lanes: dict[str, _Lane] = {}
         self._sent: dict[int, tuple[Sample, set[str]]] = {}  # keeps the sample alive, so that its id stays its own
         self._pending: list[Group] = []
+        self._lock = threading.RLock()  # samples may be submitted while another thread collects
+        self.on_span: Callable[[str, float, float], None] | None = None  # (source, start, end) of each call, perf_counter
         self.trainer_state = trainer_state
 
     @property
@@ -45,7 +47,8 @@ class Scorer:
 
     def submit(self, group: Group) -> None:
         """Start scoring every sample of a group whose samples are all finished. Aborted samples are never scored."""
-        self._pending.append(group)
+        with self._lock:
+            self._pending.append(group)
         for entry in self.composition.entries_of(group.task):
             self._send(entry, [Item(group.task, sample) for sample in group.samples])
 
@@ -57,15 +60,16 @@ class Scorer:
 
     def _send(self, entry: Entry, items: list[Item]) -> None:
         name, fresh = entry.source.name, []
-        for item in items:
-            _, sent = self._sent.setdefault(id(item.sample), (item.sample, set()))
-            if name not in sent and item.sample.finish is not Finish.ABORT:
-                sent.add(name)
-                fresh.append(item)
-        if not fresh:
-            return
-        if name not in self._lanes:
-            self._lanes[name] = _Lane(entry.source)
+        with self._lock:
+            for item in items:
+                _, sent = self._sent.setdefault(id(item.sample), (item.sample, set()))
+                if name not in sent and item.sample.finish is not Finish.ABORT:
+                    sent.add(name)
+                    fresh.append(item)
+            if not fresh:
+                return
+            if name not in self._lanes:
+                self._lanes[name] = _Lane(entry.source, self)
         self._lanes[name].put(fresh)
 
     def collect(self, groups: Sequence[Group] | None = None) -> dict[str, float]:
@@ -73,19 +77,22 @@ class Scorer:
 
         Raises RewardError when a source broke its contract, spent its failure budget, failed on everything or hangs.
         """
-        groups = self._pending if groups is None else list(groups)
-        taken = {id(group) for group in groups}
-        self._pending = [group for group in self._pending if id(group) not in taken]
+        with self._lock:
+            groups = self._pending if groups is None else list(groups)
+            taken = {id(group) for group in groups}
+            self._pending = [group for group in self._pending if id(group) not in taken]
+            lanes = dict(self._lanes)
         waiting = {id(sample) for group in groups for sample in group.samples}
-        for lane in self._lanes.values():
+        for lane in lanes.values():
             lane.wait(waiting)
         for group in groups:
             self.composition.finish(group)
-            for sample in group.samples:
-                self._sent.pop(id(sample), None)
+            with self._lock:
+                for sample in group.samples:
+                    self._sent.pop(id(sample), None)
         check_budgets(self.composition, groups)
         metrics = measure(self.composition, groups)
-        for name, lane in self._lanes.items():
+        for name, lane in lanes.items():
             metrics |= lane.report(name)
         return metrics
 
@@ -106,8 +113,8 @@ class Scorer:
 class _Lane:
     """The thread of one source. It takes every waiting item in one call, so that batches grow with the load."""
 
-    def __init__(self, source: Source):
-        self.source = source
+    def __init__(self, source: Source, scorer: Scorer):
+        self.source, self.scorer = source, scorer
         self.queue: queue.SimpleQueue[list[Item] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.open: set[int] = set()  # ids of samples that wait for a result
@@ -137,7 +144,10 @@ class _Lane:
                 items = items + more
             with self.changed:
                 self.busy_since, self.busy_items = time.monotonic(), len(items)
+            start = time.perf_counter()
             self._score(items)
+            if self.scorer.on_span is not None:
+                self.scorer.on_span(self.source.name, start, time.perf_counter())
             with self.changed:
                 self.busy_since = None
                 self.open.difference_update(id(item.sample) for item in items)

@@ -39,7 +39,7 @@ def evaluate_config(config: RunConfig, model: str | None = None) -> dict[str, fl
     state = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=True)
     with contextlib.closing(Scorer(build_composition(config), state)) as scorer:
         sampler = Sampler(build_rollout(config, lm, None, notes), lm.tokenizer, config.data, scorer, config.trainer.seed)
-        groups = sampler.sample(tasks, 0, e.samples, sampling, purpose="eval")
+        groups = sampler.sample(tasks, range(len(tasks)), e.samples, sampling, purpose="eval")
         metrics = scorer.collect()
     return metrics | completion_metrics(groups)
 
@@ -54,7 +54,8 @@ def generate_texts(model: str, prompts: list[str], max_tokens: int, temperature:
     composition = build_rewards([_nothing])
     with contextlib.closing(Scorer(composition)) as scorer:
         sampler = Sampler(build_rollout(config, lm, None, []), lm.tokenizer, DataConfig(), scorer, seed)
-        groups = sampler.sample(tasks, 0, samples, Sampling(temperature, max_tokens, stop_ids=lm.stop_ids), purpose="eval")
+        sampling = Sampling(temperature, max_tokens, stop_ids=lm.stop_ids)
+        groups = sampler.sample(tasks, range(len(tasks)), samples, sampling, purpose="eval")
         scorer.collect()
     return [[s.text for s in g.samples] for g in groups]
 

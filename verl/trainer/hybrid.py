@@ -168,9 +168,11 @@ def make_part(run: _View, task: Task, policy: TrainEngine, ref: Reference | None
         batch = run.verb("encode", offline.pack_answers, rows, policy.lm.tokenizer, task.loader.config, algo, policy.lm.context)
         part = Part(task, batch, {"rows_dropped": offline.rows_of(algo, rows) - len(batch)})
     else:
-        groups, metrics = rl.collect(run, task.loader, task.sampler, algo)
+        task.sampler.forget(task.loader.state())
+        groups, metrics, places = rl.collect(run, task.loader, task.sampler, algo)
         if run.stopped:
             return None
+        task.loader.done(places)
         if isinstance(algo, FromSamples):
             batch, more = run.verb("choose", algo.choose, from_groups(groups))
             part = Part(task, batch, metrics | more, groups)

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from verl.algorithms.base import Algorithm, LossInputs, LossOutputs
 from verl.algorithms.groups import group_stats
-from verl.core.batch import Batch, from_groups
+from verl.core.batch import Batch
 from verl.core.errors import DataError
 from verl.core.types import Task
 from verl.data import kind_of
 from verl.engine.train import TrainEngine
 from verl.trainer.offline import KINDS, update
-from verl.trainer.rl import collect
 from verl.trainer.roles import Reference
 from verl.trainer.run import Run
-from verl.trainer.sampler import Sampler
+
+if TYPE_CHECKING:
+    from verl.trainer.ahead import Source
 
 
 @dataclass(frozen=True)
@@ -124,21 +125,19 @@ def by_data(algo: Algorithm, tasks: Sequence[Task]) -> tuple[Algorithm, str]:
                     "columns of each kind)")
 
 
-def train(run: Run, tasks, sampler: Sampler, algo: FromSamples, policy: TrainEngine, ref: Reference | None) -> None:
+def train(run: Run, tasks, source: Source, algo: FromSamples, policy: TrainEngine, ref: Reference | None) -> None:
     """Run every step that is left: sample, score, choose, update."""
-    run.evaluate_if_due(sampler, policy, algo)
+    run.evaluate_if_due(source, policy)
     for step in run.steps(tasks):
-        sampler.load(policy.weights())
-        groups, metrics = collect(run, tasks, sampler, algo)
+        groups, batch, metrics = source.next(policy.weights())
         if run.stopped:
             break
-        sampler.engine.sleep()
-        batch, chosen = run.verb("choose", algo.choose, from_groups(groups))
+        batch, chosen = run.verb("choose", algo.choose, batch)
         if len(batch):
             if ref is not None:
                 batch.ref_logprobs_T = run.verb("reference", ref.logprobs, batch)
             metrics |= run.verb("update", update, run, batch, algo, policy, ref)
         run.report_step(step, groups, batch, metrics | chosen, policy)
-        run.evaluate_if_due(sampler, policy, algo, step)
+        run.evaluate_if_due(source, policy, step)
         run.save_if_due(step, tasks, policy, None, algo)
     run.finish(tasks, policy, None, algo)

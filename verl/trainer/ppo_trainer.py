@@ -26,13 +26,20 @@ from verl.trainer.run import Run
 
 
 class _Epoch:
-    """One pass over a loader: `take` ends at the epoch's border, everything else is the loader's."""
+    """One pass over a loader: `issue` and `take` end at the epoch's border, everything else is the loader's."""
 
     def __init__(self, loader: RLDataLoader):
-        self.loader, self.end = loader, loader.position + len(loader)
+        self.loader, self.left = loader, len(loader)
+
+    def issue(self, n: int) -> list[tuple[int, Task]]:
+        issued = self.loader.issue(min(n, self.left))
+        self.left -= len(issued)
+        return issued
 
     def take(self, n: int) -> list[Task]:
-        return self.loader.take(min(n, self.end - self.loader.position))
+        issued = self.issue(n)
+        self.loader.done(slot for slot, _ in issued)
+        return [task for _, task in issued]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

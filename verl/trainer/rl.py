@@ -7,6 +7,7 @@ algorithm. What a step did is traced while it runs (`verl show graph RUN`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,53 +21,60 @@ from verl.trainer.roles import Reference
 from verl.trainer.run import Run
 from verl.trainer.sampler import Sampler, completion_metrics
 
+if TYPE_CHECKING:
+    from verl.trainer.ahead import Source
+
 MAX_ROUNDS = 10  # of dynamic sampling in one step
 
 
-def train(run: Run, tasks, sampler: Sampler, algo: Algorithm, policy: TrainEngine, ref: Reference | None,
+def train(run: Run, tasks, source: Source, algo: Algorithm, policy: TrainEngine, ref: Reference | None,
           critic: TrainEngine | None) -> None:
     """Run every step that is left. `critic` is the policy itself when the value head sits on its trunk."""
-    run.evaluate_if_due(sampler, policy, algo)
+    run.evaluate_if_due(source, policy)
     for step in run.steps(tasks):
-        sampler.load(policy.weights())                                       # pi_old <- pi_theta
-        groups, metrics = collect(run, tasks, sampler, algo)                 # y ~ pi_old, r = R(x, y)
+        groups, batch, metrics = source.next(policy.weights())               # pi_old <- pi_theta; y ~ pi_old, r = R(x, y)
         if run.stopped:
             break
-        sampler.engine.sleep()                                               # its cache is the trainer's memory now
-        batch = pack(run, groups, sampler, algo)
         if ref is not None:
             batch.ref_logprobs_T = run.verb("reference", ref.logprobs, batch)
         if critic is not None:
             batch.values_T = run.verb("values", critic.values, batch)        # V(s_t)
-        if run.config.updates_per_step > 1:
+        if source.needs_old:
             batch.old_logprobs_T = run.verb("old_logprobs", policy.logprobs, batch)
         credit = run.verb("credit", algo.credit, batch)                      # A_t
         apply_credit(batch, credit)
         metrics = credit.metrics | metrics | run.verb("update", update, run, batch, credit, algo, policy, critic)
         algo = steer(algo, metrics, len(batch))
         run.report_step(step, groups, batch, metrics, policy)
-        run.evaluate_if_due(sampler, policy, algo, step)
+        run.evaluate_if_due(source, policy, step)
         run.save_if_due(step, tasks, policy, critic, algo)
     run.finish(tasks, policy, critic, algo)
 
 
-def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm) -> tuple[list[Group], dict[str, float]]:
+def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm,
+            step: int | None = None) -> tuple[list[Group], dict[str, float], list[int]]:
     """Sample and score groups for one step; with dynamic sampling, further prompts in bounded rounds.
 
+    The third value names the places of the data that were issued; they are consumed when the caller says so (`tasks.done`).
     Metrics describe everything that was sampled. Groups beyond the target are dropped and counted; prompts consumed are
-    counted by the loader, so totals do not depend on how many groups were usable.
+    counted by the loader, so totals do not depend on how many groups were usable. `step`: the last one before that of the
+    groups, when it is not the last whole one.
     """
-    config, kept, everything = run.config, [], []
-    sampler.scorer.trainer_state = run.state()
+    config, kept, everything, places = run.config, [], [], []
+    sampler.scorer.trainer_state = run.state(step)
     target, metrics = config.rollout_batch_size, {}
     for _ in range(MAX_ROUNDS):
-        place = tasks.position
-        fresh = run.verb("generate", sampler.sample, tasks.take(target), place, config.samples_per_prompt, run.sampling)
-        if run.stopped:
-            return [], {}
+        issued = tasks.issue(target)
+        if not issued:
+            break
+        slots, prompts = zip(*issued)
+        places += slots
+        fresh = run.verb("generate", sampler.sample, prompts, slots, config.samples_per_prompt, run.sampling)
+        if sampler.stopped:
+            return [], {}, places
         for group in fresh:
             group.samples = [s for s in group.samples if s.finish is not Finish.ABORT]
-        metrics = run.verb("score", sampler.scorer.collect)
+        metrics = run.verb("score", sampler.scorer.collect, fresh)
         everything += fresh
         batch = from_groups(fresh)
         usable_S = algo.usable(batch)
@@ -78,8 +86,7 @@ def collect(run: Run, tasks, sampler: Sampler, algo: Algorithm) -> tuple[list[Gr
     metrics |= completion_metrics(everything)
     if len(everything) != len(kept[:target]):
         metrics |= {"sampling/groups_sampled": len(everything), "sampling/groups_dropped": len(everything) - len(kept[:target])}
-    return kept[:target], metrics
-
+    return kept[:target], metrics, places
 
 
 def pack(run: Run, groups: list[Group], sampler: Sampler, algo: Algorithm) -> Batch:
@@ -87,8 +94,8 @@ def pack(run: Run, groups: list[Group], sampler: Sampler, algo: Algorithm) -> Ba
     batch = from_groups(groups)
     if algo.needs_greedy:
         greedy = replace(run.sampling, temperature=0.0)
-        answers = run.verb("greedy", sampler.sample, [g.task for g in groups], 0, 1, greedy, "greedy")
-        run.verb("score", sampler.scorer.collect)
+        answers = run.verb("greedy", sampler.sample, [g.task for g in groups], range(len(groups)), 1, greedy, "greedy")
+        run.verb("score", sampler.scorer.collect, answers)
         scores_P = np.array([np.nan if g.samples[0].score is None else g.samples[0].score for g in answers])
         batch.baselines_S = scores_P[batch.group_S]
     return batch

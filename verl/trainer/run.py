@@ -12,10 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,12 +25,15 @@ from verl.checkpoint.journal import Journal
 from verl.checkpoint.lock import RunLock
 from verl.core.batch import Batch
 from verl.core.errors import CheckpointError
-from verl.core.report import Report, draw_curves
+from verl.core.report import Report, Timeline, draw_curves, role_of
 from verl.core.types import Finish, Group, Sample, Sampling, Scored, Task
 from verl.engine.train import TrainEngine
 from verl.trainer.config import RunConfig
 from verl.trainer.reward_training import export_trained
-from verl.trainer.sampler import Sampler
+from verl.trainer.sampler import Sampler, from_record, to_record
+
+if TYPE_CHECKING:
+    from verl.trainer.ahead import Source
 
 JOURNAL_BYTES = 1 << 30  # samples kept since a checkpoint; a journal that has more starts anew with the next step
 
@@ -38,9 +41,9 @@ JOURNAL_BYTES = 1 << 30  # samples kept since a checkpoint; a journal that has m
 class Run:
     """Owns the output directory while it lives. Use as a context manager.
 
-    Layout: config.yaml, manifest.json, metrics.jsonl, curves.png, completions/, checkpoints/step_N/, progress/ (samples
-    of the step in flight), graph.json, model/ (the exported policy). Raises LockError when another live run owns the
-    directory, CheckpointError when it holds another run's checkpoints.
+    Layout: config.yaml, manifest.json, metrics.jsonl, curves.png, completions/, checkpoints/step_N/,
+    progress.journal (samples that are not trained yet), graph.json, timeline.json, model/ (the exported policy). Raises
+    LockError when another live run owns the directory, CheckpointError when it holds another run's checkpoints.
     """
 
     def __init__(self, config: RunConfig, total_steps: int, eval_tasks: Sequence[Task] = (), callbacks: Sequence[Any] = (),
@@ -59,6 +62,7 @@ class Run:
         self.found: store.Checkpoint | None = None
         self.stop_signal: int | None = None
         self.graph: list[dict] = []
+        self.in_flight: Callable[[dict], Iterable[tuple[str, int, int, Sample]]] = lambda data: ()  # see `save`
         self._mark: dict | None = None  # the loader's state before the step in flight
         self._whole: tuple | None = None  # what a checkpoint of the last whole step needs beside the engines
         self._failed: Exception | None = None  # an error behind the update, raised once the step is safe
@@ -74,7 +78,8 @@ class Run:
                 self.found = store.newest(self.dir / "checkpoints")
                 self.step = self.saved = self.found.step if self.found else 0
             self.report = Report(self.dir, self.config.report_to, self.total, first_step=self.step + 1 if self.step else 0)
-            self.journal = self._new_journal()
+            self.journal = Journal(self.dir / "progress.journal", self._journal_key(self.saved))
+            self.timeline = Timeline(self.dir / "timeline.json")
         except BaseException:
             self.lock.release()
             raise
@@ -87,6 +92,7 @@ class Run:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
+        self.timeline.write()
         self.report.close()
         self.journal.close()
         self.lock.release()
@@ -97,12 +103,17 @@ class Run:
         self.stop_signal = number
         print(f"\n{signal.Signals(number).name}: saving and stopping; once more to stop at once", file=sys.stderr, flush=True)
 
-    def _new_journal(self) -> Journal:
-        """Finished samples since the newest checkpoint; other settings or data make other samples."""
+    def _journal_key(self, saved: int) -> dict:
+        """Of finished samples since the checkpoint `saved`; other settings or data make other samples."""
         c, t = self.run_config, self.config
         made_by = repr((identity(c), t.optim, t.rewards, t.aggregate, t.rollout, c.model, c.data, self.manifest.get("data"),
                         self.total if t.optim.schedule != "constant" else None))
-        return Journal(self.dir / "progress.journal", {"since": self.saved, "by": hashlib.sha256(made_by.encode()).hexdigest()})
+        return {"since": saved, "by": hashlib.sha256(made_by.encode()).hexdigest()}
+
+    def _turn_journal(self, data_state: dict, saved: int) -> None:
+        """Prepare the journal since `saved`: it begins with the finished samples whose places this data state has not consumed."""
+        flying = self.in_flight(data_state)  # an iterator: what finishes until it is read has its place in it
+        self.journal.prepare(self._journal_key(saved), lambda: (to_record(*one) for one in flying))
 
     @property
     def stopped(self) -> bool:
@@ -135,23 +146,33 @@ class Run:
         while self.step < self.total and not self.stopped:
             self._mark, self._start = tasks.state(), time.perf_counter()
             if self.journal.path.exists() and self.journal.path.stat().st_size > JOURNAL_BYTES:
-                self.journal.clear()
+                self._turn_journal(self._mark, self.saved)
+                self.journal.commit()
             yield self.step + 1
         self.graph and (self.dir / "graph.json").write_text(json.dumps(self.graph, indent=1))
 
     def verb(self, name: str, function: Callable, *args, **kwargs):
         """Call one verb of the step under its clock, and trace it once into the run's graph."""
         start = time.perf_counter()
-        with self.report.clock(name):
+        with self.report.clock(name), self.span(role_of(name), name):
             result = function(*args, **kwargs)
         if all(node["verb"] != name for node in self.graph):
             self.graph.append({"verb": name, "by": _owner(function), "reads": [_describe(a) for a in args],
                                "writes": _describe(result), "seconds": round(time.perf_counter() - start, 4)})
         return result
 
-    def state(self) -> SimpleNamespace:
-        """What reward functions receive as `trainer_state` (TRL's names)."""
-        return SimpleNamespace(global_step=self.step, max_steps=self.total, is_world_process_zero=True)
+    @contextlib.contextmanager
+    def span(self, role: str, name: str):
+        """What runs inside keeps this role busy; any thread."""
+        start, step = time.perf_counter(), self.step + 1
+        try:
+            yield
+        finally:
+            self.timeline.add(role, name, start, time.perf_counter(), step)
+
+    def state(self, step: int | None = None) -> SimpleNamespace:
+        """What reward functions receive as `trainer_state` (TRL's names); `step`: the last one before that of the samples."""
+        return SimpleNamespace(global_step=self.step if step is None else step, max_steps=self.total, is_world_process_zero=True)
 
     def shuffled(self, n: int, epoch: int) -> np.ndarray:
         """The order of a step's rows in one update epoch: a pure function of seed, step and epoch."""
@@ -164,6 +185,7 @@ class Run:
                     "weight_version": policy.version}
         self.step, self._mark = step, None  # the step is no longer in flight
         every = self.config.samples_every
+        self.timeline.write_if_due()
         with self._save_first():
             self.report.log(step, metrics)
             if every and (step == 1 or step % every == 0):
@@ -174,11 +196,10 @@ class Run:
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate_if_due(self, sampler: Sampler, policy: TrainEngine, algo, step: int | None = None) -> None:
+    def evaluate_if_due(self, source: Source, policy: TrainEngine, step: int | None = None) -> None:
         """Evaluate before the first step, every `eval.every` steps and after the last."""
         if self.eval_tasks and self.eval_due(step or 0):
-            with self._save_first() if step else contextlib.nullcontext():
-                sampler.load(policy.weights())
+            with self._save_first() if step else contextlib.nullcontext(), source.at_rest(policy.weights()) as sampler:
                 self.report.log(step or 0, self.verb("evaluate", self.evaluate, sampler, self.eval_tasks))
 
     def eval_due(self, step: int) -> bool:
@@ -190,8 +211,8 @@ class Run:
     def evaluate(self, sampler: Sampler, tasks: Sequence[Task], name: str = "eval") -> dict[str, float]:
         """Held-out metrics with prefix eval_; the same seeds every time, so that curves compare weights, not luck."""
         sampler.scorer.trainer_state = self.state()
-        groups = sampler.sample(tasks, 0, self.config.eval.samples, self.eval_sampling, purpose="eval")
-        metrics = sampler.scorer.collect()
+        groups = sampler.sample(tasks, range(len(tasks)), self.config.eval.samples, self.eval_sampling, purpose="eval")
+        metrics = sampler.scorer.collect(groups)
         if self.stopped:
             return {}
         path = self.dir / "completions" / f"{name}_{self.step:06d}.json"
@@ -210,7 +231,7 @@ class Run:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def restore(self, tasks, policy: TrainEngine, critic: TrainEngine | None, algo):
-        """Bring every part to the newest whole checkpoint; return (algorithm, samples of the interrupted step by task name)."""
+        """Bring every part to the newest whole checkpoint; return (algorithm, finished untrained samples by task name)."""
         if self.found is not None:
             restored = store.load(self.found)
             tensors, state = restored.tensors, restored.state
@@ -222,19 +243,14 @@ class Run:
             self.report.note(f"resuming after step {self.step} from {self.found.path}")
         known: dict[str, dict[tuple[int, int], Sample]] = {}
         for record in self.journal.read():
-            if record["version"] >= policy.version:
-                known.setdefault(record["task"], {})[(record["place"], record["number"])] = _sample(record)
+            known.setdefault(record["task"], {})[(record["place"], record["number"])] = from_record(record)
         if known:
             self.report.note(f"{sum(map(len, known.values()))} finished samples of the interrupted step are kept")
         return algo, known
 
-    def keep_sample(self, policy: TrainEngine, task: str = "") -> Callable[[int, int, Sample], None]:
+    def keep_sample(self, task: str = "") -> Callable[[int, int, Sample], None]:
         """A callback that writes each finished sample (of a mixture's `task`) into the journal."""
-        def keep(place: int, number: int, sample: Sample) -> None:
-            self.journal.append({"task": task, "place": place, "number": number, "version": policy.version, "seed": sample.seed,
-                                 "finish": str(sample.finish), "stop_reason": sample.stop_reason, "ids": sample.ids_L,
-                                 "logprobs": sample.logprobs_L, "versions": sample.versions_L, "mask": sample.mask_L})
-        return keep
+        return lambda place, number, sample: self.journal.append(to_record(task, place, number, sample))
 
     def save_if_due(self, step: int, tasks, policy: TrainEngine, critic: TrainEngine | None, algo) -> None:
         """Save every `save.every` steps and after the last, and before an error that came behind the update is raised."""
@@ -264,16 +280,17 @@ class Run:
                 self.save(data_state, policy, critic, algo)
 
     def save(self, data_state: dict, policy: TrainEngine, critic: TrainEngine | None, algo) -> None:
-        """Write the checkpoint of the last whole step."""
+        """Write the checkpoint of the last whole step. `in_flight(data_state)` names the finished samples (task, place, number,
+        sample) that it does not count as trained: they stay in the journal."""
+        self._turn_journal(data_state, self.step)
         tensors, numbers = policy.state()
         files, state = {"policy": tensors}, {"policy": numbers, "data": data_state, "algorithm": steered(algo)}
         if critic is not None and critic is not policy:
             files["critic"], state["critic"] = critic.state()
-        with self.report.clock("save"):
+        with self.report.clock("save"), self.span("driver", "save"):
             saved = store.save(self.dir / "checkpoints", self.step, files, state, keep_last=self.config.save.keep_last)
         self.saved = self.step
-        self.journal.clear()
-        self.journal = self._new_journal()
+        self.journal.commit()
         for callback in self.callbacks:
             getattr(callback, "on_save", _nothing)(self.step, saved.path)
 
@@ -339,12 +356,6 @@ def sample_rows(groups: Sequence[Group]) -> list[dict]:
             rows.append({"task": group.task.id, "prompt": group.task.prompt, "completion": sample.text, "reward": sample.score,
                          "finish": str(sample.finish), "tokens": len(sample), **parts, **sample.log})
     return rows
-
-
-def _sample(record: dict) -> Sample:
-    return Sample(np.asarray(record["ids"], np.int32), np.asarray(record["logprobs"], np.float32),
-                  np.asarray(record["versions"], np.int32), Finish(record["finish"]), record["seed"],
-                  np.asarray(record["mask"], bool), record["stop_reason"])
 
 
 def _owner(function: Callable) -> str:

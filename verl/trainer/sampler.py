@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +18,26 @@ from verl.rewards.scorer import Scorer
 
 
 @dataclass(slots=True)
+class Attempt:
+    """A group in the making: the task's place in the stream, and the numbers of the samples that are asked for."""
+
+    place: int
+    group: Group
+    numbers: list[int]
+    purpose: str
+
+    @property
+    def complete(self) -> bool:
+        return all(sample is not None for sample in self.group.samples)
+
+
+@dataclass(slots=True)
 class Sampler:
-    """Turns tasks into scored groups under one weights version.
+    """Turns tasks into scored groups.
 
     Seeds are a pure function of (run seed, purpose, place in the stream, sample number), so what a prompt gets does not
-    depend on batch, neighbours, worker or resume. `known` holds samples of an interrupted step by (place, number):
-    they are not generated again.
+    depend on batch, neighbours, worker or resume. `known` holds samples of an interrupted run by (place, number): they are
+    not generated again. `finished` holds those of this one until `forget`.
     """
 
     engine: RolloutEngine
@@ -33,6 +48,7 @@ class Sampler:
     on_finished: Callable[[int, int, Sample], None] | None = None  # (place, number, sample), for the journal
     cancelled: Callable[[], bool] | None = None
     known: dict[tuple[int, int], Sample] = field(default_factory=dict)
+    finished: dict[tuple[int, int], Sample] = field(default_factory=dict)
     loaded: int | None = None  # version in force
 
     def load(self, weights: Weights) -> None:
@@ -44,47 +60,91 @@ class Sampler:
             raise WeightsError(f"the rollout engine answers with version {receipt.version}, the trainer sent {weights.version}")
         self.loaded = weights.version
 
-    def sample(self, tasks: Sequence[Task], first_place: int, n: int, sampling: Sampling, purpose: str = "train") -> list[Group]:
-        """n samples for each task, decoded and handed to the scorer as they finish; tasks[i] stands at first_place + i.
+    def sample(self, tasks: Sequence[Task], places: Sequence[int], n: int, sampling: Sampling,
+               purpose: str = "train") -> list[Group]:
+        """n samples for each task, decoded and handed to the scorer as they finish; `places`: of the tasks in the stream.
 
         Groups come in task order. When cancelled, unfinished samples have finish ABORT.
         """
-        journalled = purpose == "train"
-        groups, requests, numbers = [], [], {}
-        for place, task in enumerate(tasks, first_place):
-            group = Group(task, encode_prompt(self.tokenizer, task, self.data), [None] * n)
-            groups.append(group)
-            missing = []
-            for i in range(n):
-                sample = self.known.pop((place, i), None) if journalled else None
-                if sample is None:
-                    missing.append(i)
-                else:
-                    group.samples[i] = sample
-                    self._finished(task, sample)
-            if missing:
-                seeds = tuple(derive_seed(self.seed, purpose, place, i) for i in missing)
-                numbers[str(place)] = missing
-                requests.append(Request(str(place), group.prompt_ids, seeds))
+        attempts = {str(place): self.begin(task, place, n, purpose) for place, task in zip(places, tasks, strict=True)}
+        requests = [self.request(attempt) for attempt in attempts.values() if attempt.numbers]
 
         def on_sample(key: str, index: int, sample: Sample) -> None:
-            place, number = int(key), numbers[key][index]
-            if sample.finish is not Finish.ABORT:
-                if journalled and self.on_finished is not None:
-                    self.on_finished(place, number, sample)
-                self._finished(tasks[place - first_place], sample)
+            self.take(attempts[key], index, sample)
 
         results = self.engine.generate(requests, sampling, on_sample, self.cancelled) if requests else []
         for request, samples in zip(requests, results, strict=True):
-            for number, sample in zip(numbers[request.key], samples, strict=True):
-                groups[int(request.key) - first_place].samples[number] = sample
-        for group in groups:
-            self.scorer.submit(group)
-        return groups
+            attempt = attempts[request.key]
+            for number, sample in zip(attempt.numbers, samples, strict=True):
+                attempt.group.samples[number] = sample
+        for attempt in attempts.values():
+            self.scorer.submit(attempt.group)
+        return [attempt.group for attempt in attempts.values()]
 
-    def _finished(self, task: Task, sample: Sample) -> None:
+    @property
+    def stopped(self) -> bool:
+        """True once what is sampled is not wanted any more."""
+        return self.cancelled is not None and self.cancelled()
+
+    def begin(self, task: Task, place: int, n: int, purpose: str = "train") -> Attempt:
+        """A group of n samples, those that an interrupted run has finished in their places."""
+        group = Group(task, encode_prompt(self.tokenizer, task, self.data), [None] * n)
+        attempt = Attempt(place, group, [], purpose)
+        for number in range(n):
+            sample = self.known.pop((place, number), None) if purpose == "train" else None
+            if sample is None:
+                attempt.numbers.append(number)
+            else:
+                self._put(attempt, number, sample)
+        return attempt
+
+    def request(self, attempt: Attempt) -> Request:
+        """What the engine is asked for; `take` reads its answers."""
+        seeds = tuple(derive_seed(self.seed, attempt.purpose, attempt.place, number) for number in attempt.numbers)
+        return Request(str(attempt.place), attempt.group.prompt_ids, seeds)
+
+    def take(self, attempt: Attempt, index: int, sample: Sample) -> None:
+        """A sample that the engine has ended: to the scorer and into the journal. What was aborted goes nowhere."""
+        if sample.finish is Finish.ABORT:
+            return
+        number = attempt.numbers[index]
+        self._put(attempt, number, sample)  # first: what a new journal begins with must not miss it
+        if attempt.purpose == "train" and self.on_finished is not None:
+            self.on_finished(attempt.place, number, sample)
+
+    def _put(self, attempt: Attempt, number: int, sample: Sample) -> None:
+        if attempt.purpose == "train":
+            self.finished[attempt.place, number] = sample
+        attempt.group.samples[number] = sample
         sample.text = self.tokenizer.decode(sample.ids_L, skip_special_tokens=True)
-        self.scorer.submit_sample(task, sample)
+        self.scorer.submit_sample(attempt.group.task, sample)
+
+    def untrained(self, data: Mapping[str, Any]) -> dict[tuple[int, int], Sample]:
+        """Finished samples of places that are not consumed in this state of the data."""
+        return {key: sample for key, sample in [*self.known.items(), *self.finished.items()] if not _consumed(data, key[0])}
+
+    def forget(self, data: Mapping[str, Any]) -> None:
+        """Let go of the samples whose places are consumed in this state of the data."""
+        for own in (self.known, self.finished):
+            for key in [key for key in list(own) if _consumed(data, key[0])]:  # other threads may add
+                del own[key]
+
+
+def _consumed(data: Mapping[str, Any], place: int) -> bool:
+    return place < data["position"] or place in data["done"]
+
+
+def to_record(task: str, place: int, number: int, sample: Sample) -> dict[str, Any]:
+    """A finished sample as the journal keeps it; `task`: of a mixture, else ""."""
+    return {"task": task, "place": place, "number": number, "seed": sample.seed, "finish": str(sample.finish),
+            "stop_reason": sample.stop_reason, "ids": sample.ids_L, "logprobs": sample.logprobs_L, "versions": sample.versions_L,
+            "mask": sample.mask_L}
+
+
+def from_record(record: dict[str, Any]) -> Sample:
+    return Sample(np.asarray(record["ids"], np.int32), np.asarray(record["logprobs"], np.float32),
+                  np.asarray(record["versions"], np.int32), Finish(record["finish"]), record["seed"],
+                  np.asarray(record["mask"], bool), record["stop_reason"])
 
 
 def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
