@@ -73,19 +73,20 @@ def frozen(case: Case, o: Options, seed: int):
     return lm
 
 
-def build(method: str, case: Case, o: Options) -> Parts:
-    """Every model of the method on the device."""
+def build(method: str, case: Case, o: Options, shared_critic: bool = False) -> Parts:
+    """Every model of the method on the device. The critic is a value head on the trunk with adapters, or when asked for."""
+    shared_critic = shared_critic or bool(case.lora)
     actor = random_lm(case.shape, o.device, o.dtype, lora=LoraConfig(rank=case.lora))
     if method == "grpo":
         policy = trainer(actor, o)
         parts = Parts(GRPO(), policy, sampler(actor, o.work[method], o))
     else:
-        if case.lora:
+        if shared_critic:
             actor.add_value_head()
-        policy = trainer(actor, o, train_values=bool(case.lora))
+        policy = trainer(actor, o, train_values=shared_critic)
         reference = TrainEngine(actor if case.lora else frozen(case, o, 0), token_budget=o.budget)
         critic = policy
-        if not case.lora:
+        if not shared_critic:
             lm = random_lm(case.shape, o.device, o.dtype, seed=1)
             lm.add_value_head()
             critic = trainer(lm, o, train_values=True)
