@@ -102,7 +102,6 @@ class Packed:
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         """Each segment's queries over its prompt's and its own keys; differentiable, exact for every spec."""
         width = q_THD.shape[-1]
