@@ -123,10 +123,10 @@ def test_misuse_is_refused():
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])
 def test_nothing_trained_is_older_than_the_lag_whatever_finishes_when(lag):
     """And the queue never comes to rest: something is running, may start, or is ready to be trained."""
-    for seed in range(100):
+    for seed in range(25):
         r = random.Random(seed)
         q, started, trained, dropped = StalenessQueue(r.randint(1, 4), lag, first_place=7), {}, [], set()
-        while q.version < 12:
+        while q.version < 8:
             for place in q.admit(limit=r.choice((None, 1, 3))):
                 started[place] = q.version
             action = r.randrange(4)
