@@ -59,8 +59,9 @@ class TrainRank:
         self.engine.load_state(unpack_tensors(packed), numbers)
 
     def exported(self) -> Packed:
-        found = self.engine.exported()
-        return pack_tensors(found) if self.rank == 0 else {}
+        found, lm = self.engine.exported(), self.engine.lm
+        heads = [("score_head.weight", lm.score_head.weight)] if lm.score_head is not None else []
+        return pack_tensors({**found, **dict(heads)}) if self.rank == 0 else {}
 
     def named(self) -> Packed:
         """All tensors of the policy, whole."""
@@ -242,7 +243,10 @@ def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> Packed:
 
 def unpack_tensors(packed: Packed) -> dict[str, torch.Tensor]:
     """The tensors again, in memory of their own."""
-    return {name: torch.from_numpy(np.array(data)).view(dtype).reshape(shape) for name, (data, dtype, shape) in packed.items()}
+    out = {name: torch.empty(shape, dtype=dtype) for name, (_, dtype, shape) in packed.items()}
+    for name, tensor in out.items():
+        np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), packed[name][0])
+    return out
 
 
 def _own(value: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from verl.flow.layout import Layout, Table, TensorSpec, table_of, whole
 from verl.flow.link import Meeting, Member, gpu_id
 from verl.flow.transfer import DEADLINE_S
 
+_GROUPS = count(1)  # numbers of groups for loads: whoever meets under one name meets nobody else
 ATTEMPTS = 3  # at a load in which workers die
 
 
@@ -53,7 +55,7 @@ class RolloutPool(RolloutEngine):
     def __init__(self, slots: Sequence[Slot], make: Callable[[torch.device], RolloutEngine], meeting: Meeting,
                  note: Callable[[str], None] = print, within: Sequence[Actor] = ()):
         self._make, self._meeting, self.note = make, meeting, note
-        self._serial = self._joins = 0
+        self._serial = 0
         self.workers: list[Worker] = []  # at work
         self.starting = [self._start(slot, *within[i:i + 1]) for i, slot in enumerate(slots)]
         self._closed: list[tuple[Slot, Actor | None]] = []
@@ -199,10 +201,10 @@ class RolloutPool(RolloutEngine):
                   for a in (w.actor for w in receivers)]
         ranks = [len(source.gpus) + i if at is None else at for i, at in enumerate(shared)]
         if self._group != group:
-            self._group, self._joins = None, self._joins + 1
+            self._group = None
             gpus = [*source.gpus, *(w.facts["gpu"] for w, at in zip(receivers, shared) if at is None)]
             fast = None not in gpus and len(set(gpus)) == len(gpus)
-            name, to = f"load {self._joins}", whole(table, ranks)
+            name, to = f"group {next(_GROUPS)}", whole(table, ranks)
             calls = [w.actor.start("join", name, rank, layout, to, fast, source.lora, None if at is None else source.role)
                      for w, rank, at in zip(receivers, ranks, shared)]
             gather([*calls, *source.join(self._meeting, name, layout, to, fast)], 2 * DEADLINE_S)

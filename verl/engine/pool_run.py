@@ -134,10 +134,9 @@ class Generation:
     def _look_around(self) -> None:
         """Take in new workers; end those that hang."""
         self._join(self.pool.welcome())
-        expired = set(self.dispatcher.expired(time.monotonic()))
-        for lent in list(self.lent):
-            if expired & {key for key, _ in lent.asked.values()} and lent in self.lent:
-                self._lost(lent.worker, WorkerError(f"{lent.worker.actor.who} finished no sample for {LEASE_S:g} s"))
+        self.dispatcher.expired(time.monotonic())
+        for worker in [w for w in self.pool.workers if w.name in self.dispatcher.expelled]:
+            self._lost(worker, WorkerError(f"{worker.actor.who} finished no sample for {LEASE_S:g} s, twice"))
         if not self.pool.workers and not self.pool.starting:
             raise self.pool.first_error
 

@@ -39,7 +39,7 @@ class FarRoles:
         make = partial(make_engine, self.config, role, self.total_updates if trained else None, value_head, score_head, compiled)
         within = self.groups["actor"] if self.placement.far[role] == WITH_ACTOR else None
         slots = self.slots["actor" if within is not None else role]
-        load = partial(load_far, self.config, role, torch.device("cpu"))
+        load = partial(load_far, self.config, role, value_head, score_head, torch.device("cpu"))
         self.groups[role] = TrainGroup(slots, role, make, self.meeting, self.tokenizer, load, within)
         return self.groups[role]
 
@@ -63,22 +63,24 @@ class FarRoles:
         self.cluster.close()
 
 
-def load_far(config: RunConfig, role: str, device: torch.device) -> LM:
+def load_far(config: RunConfig, role: str, value_head: bool, score_head: bool, device: torch.device) -> LM:
     """The model of a role on this device: a reference without a directory is the actor before training."""
     if role == "actor":
-        return load_actor(config, device)
-    own = getattr(config.model, role)
-    return load_role(own if own.model_name_or_path or own.implementation else config.model.actor, role, [], device=device)
+        lm = load_actor(config, device)
+    else:
+        own = getattr(config.model, role)
+        lm = load_role(own if own.model_name_or_path or own.implementation else config.model.actor, role, [], device=device)
+    if value_head and lm.value_head is None:
+        lm.add_value_head(config.trainer.seed)
+    if score_head:
+        lm.add_score_head(config.trainer.seed)
+    return lm
 
 
 def make_engine(config: RunConfig, role: str, total_updates: int | None, value_head: bool, score_head: bool, compiled: bool,
                 device: torch.device) -> TrainEngine:
     """In a rank's process: its engine. total_updates None: it only scores."""
-    trainer, lm = config.trainer, load_far(config, role, device)
-    if value_head and lm.value_head is None:
-        lm.add_value_head(trainer.seed)
-    if score_head:
-        lm.add_score_head(trainer.seed)
+    trainer, lm = config.trainer, load_far(config, role, value_head, score_head, device)
     if total_updates is None:
         for parameter in lm.module.parameters():
             parameter.requires_grad_(False)
