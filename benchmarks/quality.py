@@ -1,10 +1,10 @@
 """Quality at equal samples, ours and TRL's: python benchmarks/quality.py [--seeds 0 1 2] [--systems verl trl] [--steps 20]
 
-SmolLM2-135M-Instruct learns the quick start's sums by GRPO: the same prompts, 6 x 8 answers a step, the same learning rate, rewards,
-optimizer settings and number of steps; each library otherwise at its defaults (TRL: float32 weights, bf16 autocast on a GPU,
-transformers' generate). The trained model directories are then sampled by one and the same evaluation: 16 answers to every held-out
-prompt at temperature 1, share of exactly right ones. Appends to results/quality.<device>.jsonl and draws docs/quality.png,
-reward against seconds spent in steps. TRL runs in a process of its own; --trl-python names another interpreter for it.
+SmolLM2-135M-Instruct learns the quick start's sums by GRPO: the same prompts, 6 x 8 answers a step, the same learning rate,
+rewards, optimizer settings and number of steps; each library otherwise at its defaults (TRL: float32 weights, bf16 autocast
+on a GPU, transformers' generate). The trained model directories are then sampled by one and the same evaluation: 16 answers
+to every held-out prompt at temperature 1, share of exactly right ones. Appends to results/quality.<device>.jsonl and draws
+docs/quality.png, reward against seconds spent in steps. TRL runs in a process of its own; --trl-python names another interpreter for it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ DEVICE = "h200" if torch.cuda.is_available() else "cpu"
 LR, WARMUP, BETAS, PROMPTS, GROUP, TOKENS = 3e-5, 3, (0.9, 0.99), 6, 8, 6  # the quick start's
 
 
-def overrides(seed: int, steps: int, folder: Path) -> list[str]:
+def overrides(seed: int, steps: int, folder: Path, answers: int = 1) -> list[str]:
     return [f"trainer.seed={seed}", f"trainer.steps={steps}", f"trainer.output_dir={folder}", "trainer.report_to=[]",
-            "trainer.samples_every=0", "trainer.eval.every=0", "trainer.eval.samples=16"]
+            "trainer.samples_every=0", "trainer.eval.every=0", f"trainer.eval.samples={answers}"]
 
 
 def verl_run(seed: int, steps: int, folder: Path, python: str) -> list[tuple[float, float]]:
@@ -70,11 +70,12 @@ def trl_main(seed: int, steps: int, folder: Path) -> None:
         def on_log(self, args, state, control, logs=None, **_):
             if "rewards/exact/mean" in logs:
                 curve.append((clock[1], float(logs["rewards/exact/mean"])))
-    config = GRPOConfig(output_dir=str(folder / "out"), seed=seed, data_seed=seed, max_steps=steps, learning_rate=LR, warmup_steps=WARMUP,
-                        lr_scheduler_type="constant_with_warmup", adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=0.0,
-                        per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, max_completion_length=TOKENS, beta=0.0,
-                        temperature=1.0, reward_weights=[1.0, 0.2], gradient_checkpointing=False, logging_steps=1, save_strategy="no",
-                        report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
+    config = GRPOConfig(output_dir=str(folder / "out"), seed=seed, data_seed=seed, max_steps=steps, learning_rate=LR,
+                        warmup_steps=WARMUP, lr_scheduler_type="constant_with_warmup", adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+                        weight_decay=0.0, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, beta=0.0,
+                        max_completion_length=TOKENS, temperature=1.0, reward_weights=[1.0, 0.2], gradient_checkpointing=False,
+                        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+                        use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
                         model_init_kwargs={"dtype": "float32"})
     trainer = GRPOTrainer(model=str(model), reward_funcs=[exact, number], args=config, train_dataset=Dataset.from_list(data),
                           processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Curve()])
@@ -83,11 +84,11 @@ def trl_main(seed: int, steps: int, folder: Path) -> None:
     (folder / "curve.json").write_text(json.dumps(curve))
 
 
-def accuracy(folder: Path) -> float:
+def accuracy(folder: Path, answers: int) -> float:
     """Share of exactly right held-out answers of a trained model directory."""
     from verl.trainer.config import load_run
     from verl.trainer.evaluate import evaluate_config
-    metrics = evaluate_config(load_run(CONFIG, overrides(0, 1, folder)).config, str(folder / "model"))
+    metrics = evaluate_config(load_run(CONFIG, overrides(0, 1, folder, answers)).config, str(folder / "model"))
     return metrics["rewards/exact/mean"]
 
 
@@ -98,7 +99,8 @@ def draw(curves: dict[tuple[str, int], list[tuple[float, float]]], path: Path) -
     figure, axis = plt.subplots(figsize=(8, 4.5))
     colours = {system: f"C{i}" for i, system in enumerate(dict.fromkeys(s for s, _ in curves))}
     for (system, seed), points in curves.items():
-        axis.plot(*zip(*points), color=colours[system], lw=1, label=system if seed == min(s for n, s in curves if n == system) else None)
+        first = seed == min(other for name, other in curves if name == system)
+        axis.plot(*zip(*points), color=colours[system], lw=1, label=system if first else None)
     axis.set_xlabel("seconds in steps")
     axis.set_ylabel("exact answers while training")
     axis.legend()
@@ -111,6 +113,7 @@ def main() -> None:
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     p.add_argument("--systems", nargs="+", default=["verl", "trl"], choices=["verl", "trl"])
     p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--answers", type=int, default=16, help="to every held-out prompt of the evaluation")
     p.add_argument("--trl-python", default=sys.executable)
     p.add_argument("--dry", action="store_true", help="nothing is recorded or drawn")
     p.add_argument("--trl", nargs=3, metavar=("SEED", "STEPS", "FOLDER"), help=argparse.SUPPRESS)
@@ -124,13 +127,14 @@ def main() -> None:
                 folder, begun = Path(temporary) / f"{system}{seed}", time.time()
                 folder.mkdir()
                 curve = {"verl": verl_run, "trl": trl_run}[system](seed, args.steps, folder, args.trl_python)
-                curves[system, seed], right = curve, accuracy(folder)
+                curves[system, seed], right = curve, accuracy(folder, args.answers)
                 found[system].append(right)
-                print(f"{system} seed {seed}: held-out {right:.3f}, exact answers of the last 5 steps "
-                      f"{np.mean([r for _, r in curve[-5:]]):.3f}, {curve[-1][0]:.1f} s in steps, {time.time() - begun:.0f} s in all", flush=True)
+                last, seconds = float(np.mean([r for _, r in curve[-5:]])), curve[-1][0]
+                print(f"{system} seed {seed}: held-out {right:.3f}, exact answers of the last 5 steps {last:.3f}, {seconds:.1f} s "
+                      f"in steps, {time.time() - begun:.0f} s in all", flush=True)
                 if not args.dry:
-                    for metric, value, unit in (("heldout_exact", right, "share"), ("steps_s", curve[-1][0], "s"),
-                                                ("reward_last5", float(np.mean([r for _, r in curve[-5:]])), "share")):
+                    for metric, value, unit in (("heldout_exact", right, "share"), ("steps_s", seconds, "s"),
+                                                ("reward_last5", last, "share")):
                         record("quality", f"seed{seed}", system, metric, value, unit, f"quality.{DEVICE}.jsonl", steps=args.steps)
     print("   ".join(f"{system}: held-out mean {np.mean(v):.3f} of {len(v)} seeds" for system, v in found.items()))
     if not args.dry:

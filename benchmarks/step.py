@@ -48,7 +48,7 @@ def options(args: argparse.Namespace) -> Options:
 
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("methods", nargs="*", choices=["grpo", "ppo", "dpo", []], default=["grpo"])
+    p.add_argument("methods", nargs="*", help="grpo ppo dpo; left out: grpo")
     p.add_argument("--cases", nargs="+", choices=list(CASES), help="left out: q05 q15 (grpo), q15 (ppo), q05 (dpo)")
     p.add_argument("--systems", nargs="+", default=[OURS], choices=[OURS, "trl", "trl_tuned", "accelerate"])
     p.add_argument("--steps", type=int, default=3, help="measured steps, behind one that compiles and captures")
@@ -60,7 +60,11 @@ def parse() -> argparse.Namespace:
     p.add_argument("--compare-losses", action="store_true", help="losses with every acceleration on and off, on fixed samples")
     p.add_argument("--tiny", action="store_true", help="a CPU and tiny models, to see that everything runs")
     p.add_argument("--here", action="store_true", help="in this process: one method, one system, one case")
-    return p.parse_args()
+    args = p.parse_args()
+    args.methods = args.methods or ["grpo"]
+    if wrong := set(args.methods) - {"grpo", "ppo", "dpo"}:
+        p.error(f"no such method: {', '.join(wrong)}; there are grpo, ppo, dpo")
+    return args
 
 
 def main() -> None:
