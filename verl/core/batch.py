@@ -88,6 +88,10 @@ class Batch:
 
         Sequences of one prompt stay together where they fit, since the prompt is computed once per piece.
         """
+        return [self.select(piece) for piece in self.pieces(token_budget, unit)]
+
+    def pieces(self, token_budget: int, unit: str = "row") -> list[list[int]]:
+        """The rows of each micro-batch."""
         order = np.argsort(self.group_S if unit == "group" else self.prompt_S, kind="stable")
         pieces: list[list[int]] = []
         current: list[int] = []
@@ -105,7 +109,7 @@ class Batch:
             cost += extra
         if current:
             pieces.append(current)
-        return [self.select(sorted(piece)) for piece in pieces]
+        return [sorted(piece) for piece in pieces]
 
 
 def _units(order: np.ndarray, group_S: np.ndarray | None) -> Iterable[list[int]]:

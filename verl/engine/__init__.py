@@ -1,5 +1,8 @@
 """Engines: things that hold weights and compute with them. Rollout engines by name; import stays lazy."""
 
+from importlib import import_module
+from typing import Any
+
 from verl.core.registry import Table
 from verl.engine.base import BaseEngine, RolloutEngine
 
@@ -9,4 +12,12 @@ ROLLOUTS = Table("trainer.rollout.engine", {
     "vllm": "verl.engine.vllm_engine:vLLMEngine",
 })
 
-__all__ = ["BaseEngine", "RolloutEngine", "ROLLOUTS"]
+_LAZY = {"FsdpEngine": "verl.engine.fsdp", "MegatronEngine": "verl.engine.megatron"}
+
+__all__ = ["BaseEngine", "FsdpEngine", "MegatronEngine", "RolloutEngine", "ROLLOUTS"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

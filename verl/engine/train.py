@@ -23,10 +23,11 @@ from verl.engine.base import BaseEngine
 from verl.engine.memory import HostAdamW, blocks, check_words, recomputed
 from verl.engine.optimizer import MasterAdamW, OptimConfig, find, learning_rate
 from verl.engine.requests import check_newer
-from verl.models.lm import LM
+from verl.models.lm import LM, Outputs
 from verl.models.packed import Packed, to_device
 
 _FLOAT_COLUMNS = ("rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "advantages_T", "returns_T", "margin_S", "ref_sums_S")
+_EXTREMES = ("/max", "/min")
 MAX_SKIPPED = 10  # updates in a row that are not finite end the run
 _CPU_FULL = ("not enough memory", "can't allocate memory")  # the CPU allocator's words
 
@@ -50,7 +51,7 @@ class _Totals:
     def add(self, metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         for name, (values, selection) in metrics.items():
             count = selection.sum()
-            if name.endswith(("/max", "/min")):
+            if name.endswith(_EXTREMES):
                 worst = float("-inf") if name.endswith("/max") else float("inf")
                 best = torch.where(selection, values.float(), worst)
                 best = torch.cat([best.flatten(), best.new_full((1,), worst)])  # nothing was selected: counted as 0 below
@@ -62,13 +63,12 @@ class _Totals:
                 self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.counts[name] = self.counts[name] + count if name in self.counts else count
 
-    def result(self) -> dict[str, float]:
-        names = list(self.sums)
-        if not names:
+    def read(self) -> dict[str, tuple[float, float]]:
+        """Each metric's sum (or extreme) and count, in one transfer."""
+        if not self.sums:
             return {}
-        sums = torch.stack([self.sums[n].double() for n in names]).tolist()
-        counts = torch.stack([self.counts[n].double() for n in names]).tolist()
-        return {n: (s if n.endswith(("/max", "/min")) else s / c) for n, s, c in zip(names, sums, counts) if c > 0}
+        numbers = torch.stack([torch.stack([self.sums[n].double(), self.counts[n].double()]) for n in self.sums]).tolist()
+        return {n: (total, count) for n, (total, count) in zip(self.sums, numbers)}
 
 
 class TrainEngine(BaseEngine):
@@ -87,11 +87,36 @@ class TrainEngine(BaseEngine):
         if lm.device.type == "cuda":
             grow_in_place()
         make = HostAdamW if "offload" in memory else MasterAdamW
-        self.optimizer = make(lm.parameters(), optim) if optim is not None else None
+        self.optimizer = make(self._named(), optim) if optim is not None else None
         self.recomputed = blocks(lm.module) if "checkpoint" in memory else []
         self.train_values = train_values and lm.value_head is not None
         self.token_budget = token_budget or plan_token_budget(lm, training=optim is not None)
         self.attempts = self.skipped_in_a_row = self.skipped_total = 0  # attempts: updates made or skipped
+
+    # -- what changes when several ranks train (fsdp.py) -------------------------------------------------------------
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """What the optimizer works on."""
+        return self.lm.parameters()
+
+    def _micro_batches(self, batch: Batch, unit: str = "row") -> list[Batch]:
+        """What is computed here. Rows numbered -1 are computed and count nowhere."""
+        return batch.micro_batches(self.token_budget, unit)
+
+    def _forward(self, packed: Packed, logprobs: bool, values: bool, scores: bool) -> Outputs:
+        return self.lm.forward(packed, self.temperature, logprobs, values, scores)
+
+    def _gathered(self, column_T: np.ndarray) -> np.ndarray:
+        """A column of the whole batch, zero where others computed it."""
+        return column_T
+
+    def _shared(self, metrics: dict[str, tuple[float, float]], loss: float) -> tuple[dict[str, tuple[float, float]], float]:
+        """Sums and counts over everything that was computed."""
+        return metrics, loss
+
+    def _grad_norm(self) -> float:
+        """Global norm of the whole batch's gradient."""
+        return float(self.optimizer.grad_norm())
 
     # -- scoring -----------------------------------------------------------------------------------------------------
 
@@ -111,13 +136,14 @@ class TrainEngine(BaseEngine):
         offsets = batch.offsets
         places, columns = [], []  # columns stay on the device until the last one is there
         with self._memory_advice():
-            for micro in numbered.micro_batches(self.token_budget):
-                result = self.lm.forward(Packed(micro, self.lm.device), self.temperature, logprobs=not values, values=values)
-                columns.append(result.values_T if values else result.logprobs_T)
-                places += [np.arange(offsets[r], offsets[r + 1]) for r in micro.row_S]
+            for micro in self._micro_batches(numbered):
+                result = self._forward(Packed(micro, self.lm.device), not values, values, False)
+                if _counts(micro):
+                    columns.append(result.values_T if values else result.logprobs_T)
+                    places += [np.arange(offsets[r], offsets[r + 1]) for r in micro.row_S]
         if columns:
             out[np.concatenate(places)] = torch.cat(columns).float().cpu().numpy()
-        return out
+        return self._gathered(out)
 
     @contextmanager
     def _memory_advice(self):
@@ -146,36 +172,41 @@ class TrainEngine(BaseEngine):
         totals = _Totals()
         losses = []
         with self._memory_advice():
-            for micro in batch.micro_batches(self.token_budget, unit):
+            for micro in self._micro_batches(batch, unit):
                 losses.append(self._micro(micro, loss, totals, context or {}, logprobs, entropy_grad, scores))
-        result = totals.result()
-        result["loss"] = float(torch.stack(losses).double().sum()) if losses else 0.0
-        return result
+        found, total = self._shared(totals.read(), float(torch.stack(losses).double().sum()) if losses else 0.0)
+        result = {n: s if n.endswith(_EXTREMES) else s / c for n, (s, c) in found.items() if c > 0}
+        return result | {"loss": total}
 
     def _micro(self, micro: Batch, loss, totals: _Totals, context: Mapping[str, float], logprobs: bool,
                entropy_grad: bool, scores: bool) -> torch.Tensor:
-        device = self.lm.device
-        packed = Packed(micro, device, keep_last=scores)
+        packed = Packed(micro, self.lm.device, keep_last=scores)
         with recomputed(self.recomputed):
-            outputs = self.lm.forward(packed, self.temperature, logprobs, self.train_values, scores)
-        if outputs.entropy_T is not None and not entropy_grad:
-            outputs.entropy_T = outputs.entropy_T.detach()
-        x = loss_inputs(micro, outputs, device, context)
-        out = loss(x)
-        coefficients = micro.weights_T if out.per_token else micro.weights_S
-        weights = to_device(coefficients, device, out.values.dtype)
-        total = torch.where(weights != 0, out.values * weights, 0.0).sum()
+            outputs = self._forward(packed, logprobs, self.train_values, scores)
+        total = self._total(micro, outputs, loss, totals, context, entropy_grad)
         if total.requires_grad:
             total.backward()
-        totals.add(out.metrics)
         return total.detach()
+
+    def _total(self, micro: Batch, outputs: Outputs, loss, totals: _Totals, context: Mapping[str, float],
+               entropy_grad: bool) -> torch.Tensor:
+        """A micro-batch's part of the loss; its metrics go into `totals`."""
+        if outputs.entropy_T is not None and not entropy_grad:
+            outputs.entropy_T = outputs.entropy_T.detach()
+        device = self.lm.device
+        out = loss(loss_inputs(micro, outputs, device, context))
+        coefficients = micro.weights_T if out.per_token else micro.weights_S
+        weights = to_device(coefficients, device, out.values.dtype)
+        if _counts(micro):
+            totals.add(out.metrics)
+        return torch.where(weights != 0, out.values * weights, 0.0).sum()
 
     def step(self) -> StepInfo:
         """Apply the accumulated gradient, unless it is exactly zero (no group had signal) or not finite."""
         optimizer = self.optimizer
         rate = learning_rate(optimizer.config, self.attempts, self.total_updates)
         self.attempts += 1
-        norm = float(optimizer.grad_norm())
+        norm = self._grad_norm()
         if norm == 0.0:
             optimizer.clear()
             return StepInfo(rate, norm, "no signal")
@@ -204,14 +235,7 @@ class TrainEngine(BaseEngine):
         does not fit, before anything was changed."""
         check_newer(weights, self.version)
         own = dict(self.lm.module.named_parameters())
-        missing = set(own)
-        for name, tensor in weights:
-            if name not in own or own[name].shape != tensor.shape:
-                want = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
-                raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model, which has {want}")
-            missing.discard(name)
-        if missing:
-            raise WeightsError(f"{len(missing)} of {len(own)} tensors did not arrive, the first is {min(missing)!r}")
+        check_fit(weights, own)
         masters = {} if self.optimizer is None else dict(zip(self.optimizer.names, self.optimizer.masters))
         for name, tensor in weights:
             own[name].copy_(tensor)
@@ -228,7 +252,7 @@ class TrainEngine(BaseEngine):
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict]:
         """(tensors, plain numbers) from which `load_state` continues bit for bit."""
-        tensors = {f"working.{n}": p.detach() for n, p in self.lm.parameters() if p.requires_grad}
+        tensors = {f"working.{n}": p.detach() for n, p in self._named() if p.requires_grad}
         numbers = {"version": self.version, "attempts": self.attempts, "skipped_total": self.skipped_total,
                    "skipped_in_a_row": self.skipped_in_a_row}
         if self.optimizer is not None:
@@ -239,7 +263,7 @@ class TrainEngine(BaseEngine):
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict) -> None:
         """Restore `state()`. Raises KeyError naming what is missing or of another shape."""
-        trained = {n: p for n, p in self.lm.parameters() if p.requires_grad}
+        trained = {n: p for n, p in self._named() if p.requires_grad}
         for name, parameter in trained.items():
             find(tensors, f"working.{name}", parameter.shape)
         if self.optimizer is not None:
@@ -249,6 +273,22 @@ class TrainEngine(BaseEngine):
         self.version = numbers["version"]
         self.attempts, self.skipped_total = numbers["attempts"], numbers["skipped_total"]
         self.skipped_in_a_row = numbers["skipped_in_a_row"]
+
+
+def _counts(micro: Batch) -> bool:
+    return not (micro.row_S < 0).any()
+
+
+def check_fit(weights: Weights, own: Mapping[str, torch.Tensor]) -> None:
+    """Raises WeightsError unless these are all the tensors there are, in their shapes."""
+    missing = set(own)
+    for name, tensor in weights:
+        if name not in own or own[name].shape != tensor.shape:
+            want = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
+            raise WeightsError(f"tensor {name!r} of shape {tuple(tensor.shape)} has no place in this model, which has {want}")
+        missing.discard(name)
+    if missing:
+        raise WeightsError(f"{len(missing)} of {len(own)} tensors did not arrive, the first is {min(missing)!r}")
 
 
 def loss_inputs(batch: Batch, outputs, device: torch.device, context: Mapping[str, float]) -> LossInputs:
