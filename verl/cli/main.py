@@ -17,6 +17,7 @@ EPILOG = """first steps:
   verl doctor                                             what this machine can run
   verl train examples/quickstart/config.yaml                      train; the same command resumes
   verl train CONFIG.yaml trainer.optim.lr=1e-6            change a setting for one run
+  verl plan CONFIG.yaml --devices 8xH200                  what a run would take on other machines
   verl show config CONFIG.yaml                            every setting, its value and where that came from
   verl show run runs/quickstart                           the curves of a run
 """
@@ -65,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
 
     p = command("train", train, "train as a config says; the same command resumes a run that was stopped")
     p.add_argument("config", metavar="CONFIG.yaml", help="settings; any can be overridden: trainer.optim.lr=1e-6")
+    p = command("plan", show.forecast, "memory and time of a config on devices that need not be here, or what would fit there")
+    p.add_argument("config", metavar="CONFIG.yaml")
+    p.add_argument("--devices", metavar="8xH200", help="how many of which kind (H200, H100, A100); default: this machine")
     command("doctor", show.doctor, "what this machine has, and which backends verl would choose")
     p = command("eval", evaluate, "score a model directory on a dataset with the config's rewards")
     p.add_argument("config", metavar="CONFIG.yaml")

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import verl
-from verl.core.errors import DataError
+from verl.core.errors import DataError, ModelError
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -48,15 +48,28 @@ def config(args: argparse.Namespace) -> int:
 
 def plan_of(args: argparse.Namespace) -> int:
     from verl.trainer.config import load_run
+    from verl.trainer.forecast import memory_lines
     from verl.trainer.plan import plan
     settings = load_run(args.config, args.overrides).config
     for line in plan(settings):
         print(line)
+    if settings.model.actor.model_name_or_path:
+        try:
+            print("\n".join(memory_lines(settings)))
+        except ModelError as error:
+            print(f"memory is not planned: {error}")
     t = settings.trainer
     if t.algo.online:
         samples = t.rollout_batch_size * t.samples_per_prompt
         print(f"a step: {t.rollout_batch_size} prompts x {t.samples_per_prompt} samples = {samples} responses of at most "
               f"{t.sampling.max_tokens} tokens, {t.updates_per_step} optimizer update{'s' * (t.updates_per_step > 1)}")
+    return 0
+
+
+def forecast(args: argparse.Namespace) -> int:
+    """Memory and time of a config on devices that need not be here."""
+    from verl.trainer.forecast import plan_devices
+    print("\n".join(plan_devices(args.config, args.overrides, args.devices)))
     return 0
 
 
