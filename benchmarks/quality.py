@@ -4,7 +4,8 @@ SmolLM2-135M-Instruct learns the quick start's sums by GRPO: the same prompts, 6
 rewards, optimizer settings and number of steps; each library otherwise at its defaults (TRL: float32 weights, bf16 autocast
 on a GPU, transformers' generate). The trained model directories are then sampled by one and the same evaluation: 16 answers
 to every held-out prompt at temperature 1, share of exactly right ones. Appends to results/quality.<device>.jsonl and draws
-docs/quality.png, reward against seconds spent in steps. TRL runs in a process of its own; --trl-python names another interpreter for it.
+docs/quality.png, reward against seconds spent in steps. TRL runs in a process of its own; --trl-python names another
+interpreter for it.
 """
 
 from __future__ import annotations
