@@ -209,7 +209,7 @@ def test_sharding_divides_the_state(n):
 def test_tensor_parallelism_divides_the_wide_activations():
     s = shape("l8")
     one, eight = saved_per_token(s), saved_per_token(s, tensor=8)
-    assert one / 8 < eight < one
+    assert eight == one / 8
     assert saved_per_token(s, compiled=False) > one
 
 
@@ -289,6 +289,19 @@ def test_roles_on_devices_of_their_own(tmp_path):
         three = load_run(config_file(tmp_path, "l8"), ["trainer.placement={actor: 'cuda:0-5', rollout: 'cuda:6-7'}",
                                                        "trainer.rollout.tensor_parallel_size=3"]).config
         make_plan(three, read_shapes(three), 8, H200)
+
+
+def test_a_sampler_beside_a_training_on_the_same_device_needs_its_memory_too(tmp_path):
+    words = ["trainer.placement={actor: 'cuda:0', rollout: 'host/cuda:0'}"]
+    path = config_file(tmp_path, "q15")
+    step, ahead = (make_plan(c, read_shapes(c), 1, H200) for c in (
+        load_run(path, words).config, load_run(path, [words[0].replace("host/", ""), "trainer.rollout.workers=2",
+                                                      "trainer.pipeline=ahead"]).config))
+    assert [roles for roles, _, _ in ahead.groups] == ["trainer and sampler x 2"] and len(step.groups) == 2
+    parts = ahead.groups[0][2]
+    assert needed(parts) == sum(part.bytes for part in parts if part.when in ("always", "train"))
+    assert bytes_of(parts, "sampler's weights") == 2 * bytes_of(parts, "working weights")
+    assert ahead.seconds == sum(p.seconds for p in (*ahead.sampling, *ahead.training))  # one device does not do both at once
 
 
 def test_roles_add_their_weights(tmp_path):

@@ -69,7 +69,8 @@ def job_of(config: RunConfig, shapes: Shapes, memory: float, gpu: bool = True, p
         online=algo.online, updates=t.updates_per_step, epochs=t.update_epochs, width=width,
         kv_width=1 if t.rollout.kv_cache_dtype == "fp8" and gpu else 2 if t.rollout.kv_cache_dtype == "bf16" else width,
         kv_share=t.rollout.kv_memory, sequences=min(512, max(t.rollout_batch_size * t.samples_per_prompt, 64)), gpu=gpu,
-        compiled=gpu and (pays_to_compile(config, steps * t.updates_per_step) if steps is not None else t.compile is not False),
+        compiled=gpu and not config.model.actor.megatron and (
+            pays_to_compile(config, steps * t.updates_per_step) if steps is not None else t.compile is not False),
         checkpoint="checkpoint" in t.memory, offload="offload" in t.memory)
 
 
@@ -84,12 +85,14 @@ class Layout:
     parallel: Parallel
     tensor: int
     own: dict[str, tuple[Place, ...]]  # critic, reference, reward_model
+    shared: bool = True  # the sampler lives in the trainer's processes
+    ahead: bool = False  # a sampler in processes of its own works while the policy trains
     lines: list[str] = field(default_factory=list)
 
     @property
-    def shared(self) -> bool:
-        """The sampler lives on the trainer's devices."""
-        return self.train == self.rollout
+    def beside(self) -> bool:
+        """Sampling takes no time from training: it overlaps, on other devices."""
+        return self.ahead and set(self.train).isdisjoint(self.rollout)
 
 
 def lay_out(config: RunConfig, count: int, device: Device, shapes: Shapes) -> Layout:
@@ -111,7 +114,8 @@ def lay_out(config: RunConfig, count: int, device: Device, shapes: Shapes) -> La
         raise ConfigError(f"trainer.rollout.tensor_parallel_size: {tensor} does not divide {len(rollout)} devices and "
                           f"{shapes.actor.heads} heads evenly; use a divisor of both")
     own = {role: devices(role) for role, shape in _models(shapes).items() if shape is not None and devices(role) != train}
-    layout = Layout(train, rollout, parallel, tensor, own, lines)
+    shared = placed.far["rollout"] == WITH_ACTOR if "rollout" in placed.far else train == rollout
+    layout = Layout(train, rollout, parallel, tensor, own, shared, not shared and config.trainer.pipeline != "step")
     layout.lines = [*lines, *_described(config, layout)]
     return layout
 
@@ -140,7 +144,7 @@ def _described(config: RunConfig, layout: Layout) -> list[str]:
         copies = len(layout.rollout) // layout.tensor
         where = "on the trainer's device" if layout.shared and copies == 1 else (
             f"{copies} copies of {layout.tensor} device{'s' * (layout.tensor > 1)}, "
-            + ("on the trainer's devices" if layout.shared else "on devices of their own"))
+            + ("on the trainer's devices" if layout.shared or layout.train == layout.rollout else "on devices of their own"))
         lines.append(f"rollout: {where}")
     return lines + [f"{role}: {DeviceGroup(places, True)}" for role, places in layout.own.items()]
 
@@ -176,6 +180,8 @@ def occupants(job: Job, layout: Layout, memory: float) -> list[tuple[str, int, l
             if key not in made:
                 static = [part for part in (*there, *own * workers) if part.when == "always" and not part.name.endswith("moments")]
                 made[key] = (own + rollout_parts(job, memory - sum(part.bytes for part in static), layout.tensor)) * workers
+                if layout.ahead:
+                    made[key] = [replace(part, when="always") for part in made[key]]
             add("sampler" + f" x {workers}" * (workers > 1), [at], made[key])
     alike = Counter(tuple(names) for names, _ in held.values())  # the same roles hold the same
     return [(" and ".join(key), count, next(parts for names, parts in held.values() if tuple(names) == key))

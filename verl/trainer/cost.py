@@ -104,12 +104,11 @@ def saved_per_token(s: Shape, width: int = 2, compiled: bool = True, tensor: int
     Compiled: the input, both normed inputs, the sum between attention and MLP; queries and attention's output; gate, up and
     their product; keys and values, and those gathered for attention (`reread` for each computed token: a prompt's again for each
     answer). Not compiled: both norms keep float32 copies, and the activation function its result. Tensor parallelism divides
-    what lies between its matrix products; the rest is whole on each device.
+    all of it: between its matrix products by heads and widths, elsewhere by tokens (sequence parallel).
     """
-    upcast = 0 if width == 4 else 4
-    whole = (4 if compiled else 4 + upcast) * s.hidden
-    cut = 2 * s.heads * s.head_dim + (3 if compiled else 4) * s.inner + 2 * (1 + reread) * s.kv_heads * s.head_dim
-    return width * (whole + cut / tensor) + 4 * s.heads / tensor + 8
+    numbers = (4 if compiled or width == 4 else 8) * s.hidden + 2 * s.heads * s.head_dim + (3 if compiled else 4) * s.inner
+    numbers += 2 * (1 + reread) * s.kv_heads * s.head_dim
+    return (width * numbers + 4 * s.heads + 8) / tensor
 
 
 def activations(s: Shape, tokens: int, p: Parallel = Parallel(), width: int = 2, compiled: bool = True,
@@ -117,8 +116,8 @@ def activations(s: Shape, tokens: int, p: Parallel = Parallel(), width: int = 2,
     """Bytes that a micro-batch keeps for its backward. Pipeline stages hold as many micro-batches as there are stages, so
     together as much as all layers of one. Beside the layers: embeddings, the final norm, the output layer's input and gradient."""
     layer = saved_per_token(s, width, compiled, p.tensor)
-    stack = s.layers * width * s.hidden + layer if checkpoint else s.layers * layer
-    return tokens * (stack + 7 * width * s.hidden)
+    stack = s.layers * width * s.hidden / p.tensor + layer if checkpoint else s.layers * layer
+    return tokens * (stack + 7 * width * s.hidden / p.tensor)
 
 
 def backward_peak(s: Shape, tokens: int, width: int = 2, trained_head: bool = True, tensor: int = 1, gpu: bool = True) -> float:

@@ -33,7 +33,6 @@ class Plan:
     groups: list[tuple[str, int, list[Part]]]  # roles, devices that hold the same, parts
     sampling: list[Phase]
     training: list[Phase]
-    ahead: bool  # sampling goes on while the policy trains
 
     @property
     def devices(self) -> str:
@@ -53,7 +52,7 @@ class Plan:
     def seconds(self) -> float:
         """Of one step."""
         sampling, training = (sum(p.seconds for p in phases) for phases in (self.sampling, self.training))
-        return max(sampling, training) if self.ahead and not self.layout.shared else sampling + training
+        return max(sampling, training) if self.layout.beside else sampling + training
 
     @property
     def tokens(self) -> int:
@@ -69,10 +68,10 @@ def make_plan(config: RunConfig, shapes: Shapes, count: int, device: Device, gpu
     if job.online:
         pool = next(part for _, _, parts in groups for part in parts if part.name == "KV pool")
         slots = int(pool.bytes / job.actor.kv_bytes(job.kv_width) * min(layout.tensor, job.actor.kv_heads))
-        sampling = [transfer(job, device, layout.parallel, len(layout.rollout), layout.tensor, layout.shared),
-                    *generate(job, device, len(layout.rollout), slots, layout.tensor)]
-    return Plan(device, count, job, layout, groups, sampling, train_phases(job, device, layout.parallel),
-                config.trainer.pipeline != "step")
+        devices = len(set(layout.rollout))
+        sampling = [transfer(job, device, layout.parallel, devices, layout.tensor, layout.shared),
+                    *generate(job, device, devices, slots, layout.tensor)]
+    return Plan(device, count, job, layout, groups, sampling, train_phases(job, device, layout.parallel))
 
 
 def this_machine() -> tuple[int, Device, bool]:
@@ -131,7 +130,7 @@ def plan_text(plan: Plan) -> list[str]:
     lines.append("time of a step, every answer as long as allowed:")
     lines += [f"  {p.name:26s}{p.seconds:9.2f} s" + (f"  {p.moved / GIB:8.2f} GiB received by a device" if p.moved else "")
               for p in (*plan.sampling, *plan.training)]
-    rate, beside = plan.tokens / plan.seconds, " (sampling beside training)" * (plan.ahead and not layout.shared)
+    rate, beside = plan.tokens / plan.seconds, " (sampling beside training)" * layout.beside
     return [*lines, f"  step {plan.seconds:.1f} s{beside}: {rate:,.0f} tokens/s, {rate / plan.count:,.0f} a device"]
 
 

@@ -100,11 +100,11 @@ def score(job: Job, s: Shape, name: str, device: Device, p: Parallel, head: bool
 
 
 def exchange(s: Shape, trained: int, width: int, p: Parallel, device: Device, passes: int, updates: int) -> float:
-    """Bytes a device receives for data parallelism: weights gathered for each forward and backward ("layer"), or once an update
-    ("whole"); gradients summed in float32 for each micro-batch, and once an update between copies of the shards."""
+    """Bytes a device receives for data parallelism: weights gathered for each forward and again for its backward ("layer"), or once
+    for both ("whole"); gradients summed in float32 for each micro-batch, and once an update between copies of the shards."""
     weights, sums = s.parameters * width / p.split, 4 * trained / p.split
     part, copies = 1 - 1 / p.shard, p.data // p.shard
-    gathered = {"layer": 2 * passes, "whole": updates, "": 0}[p.gather]
+    gathered = {"layer": 2 * passes, "whole": passes, "": 0}[p.gather]
     return part * (gathered * weights + passes * sums) + updates * 2 * (1 - 1 / copies) * sums / p.shard
 
 
