@@ -301,7 +301,7 @@ def test_a_sampler_beside_a_training_on_the_same_device_needs_its_memory_too(tmp
     parts = ahead.groups[0][2]
     assert needed(parts) == sum(part.bytes for part in parts if part.when in ("always", "train"))
     assert bytes_of(parts, "sampler's weights") == 2 * bytes_of(parts, "working weights")
-    assert ahead.seconds == sum(p.seconds for p in (*ahead.sampling, *ahead.training))  # one device does not do both at once
+    assert ahead.seconds == pytest.approx(sum(p.seconds for p in (*ahead.sampling, *ahead.training)))  # one device: no overlap
 
 
 def test_roles_add_their_weights(tmp_path):
