@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_runs import tiny_model
 
-from tests.trainer.tiny_runs import tiny_model
 from verl.algorithms.dpo import DPO
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.ppo import PPO
