@@ -59,12 +59,16 @@ def test_compiled_layers_are_recomputed():
     assert worst(gradients(lean.lm.module), gradients(plain.lm.module)) < 1e-12
 
 
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bucket", [1 << 24, 1024])  # all at once; tensors over several buckets and several in one
-def test_moments_in_main_memory_give_the_same_bits(monkeypatch, dtype, bucket):
+def test_moments_in_main_memory_give_the_same_bits(monkeypatch, dtype, bucket, device):
     monkeypatch.setattr(memory, "BUCKET", bucket)
-    settings = dict(dtype=dtype, values=True, settings=dict(tie_word_embeddings=True), weight_decay=0.1, max_grad_norm=0.5,
-                    schedule="linear", warmup_steps=2)
+    settings = dict(device=device, dtype=dtype, values=True, settings=dict(tie_word_embeddings=True), weight_decay=0.1,
+                    max_grad_norm=0.5, schedule="linear", warmup_steps=2)
     plain, lean, other, third = (engine(**settings, memory=m) for m in ((), ("offload",), ("offload",), ()))
     for seed in range(3):
         assert update(lean, weighted(seed)) == update(plain, weighted(seed))

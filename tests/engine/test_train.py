@@ -26,8 +26,9 @@ def weighted(seed=0, **sizes):
     return batch
 
 
-def engine(kind="llama", dtype=torch.float32, budget=10_000, lora=None, values=False, settings=None, memory=(), **optim):
-    lm = bind(small(kind, dtype, **(settings or {})), None, lora=lora)
+def engine(kind="llama", dtype=torch.float32, budget=10_000, lora=None, values=False, settings=None, memory=(),
+           device="cpu", **optim):
+    lm = bind(small(kind, dtype, **(settings or {})).to(device), None, lora=lora)
     if values:
         lm.add_value_head()
     return TrainEngine(lm, 0.9, OptimConfig(**{"lr": 0.01, **optim}), 10, budget, values, memory)

@@ -90,9 +90,10 @@ class HostAdamW(MasterAdamW):
     def _stream(self, members: list[int], arrays: dict[str, torch.Tensor], rate: float) -> None:
         total = len(arrays["exp_avg"])
         buckets = [slice(start, min(start + BUCKET, total)) for start in range(0, total, BUCKET)]
+        counts = torch.tensor([self.counts[i] - 1.0 for i in members], device=self.device)
         if self.device.type != "cuda":
             for bucket in buckets:
-                self._update(members, bucket, {k: a[bucket] for k, a in arrays.items()}, rate)
+                self._update(members, counts, bucket, {k: a[bucket] for k, a in arrays.items()}, rate)
             return
         main = torch.cuda.current_stream(self.device)
         inward, outward = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
@@ -108,7 +109,7 @@ class HostAdamW(MasterAdamW):
                 for key, there in room.items():
                     there.copy_(arrays[key][bucket], non_blocking=True)
             main.wait_stream(inward)
-            self._update(members, bucket, room, rate)
+            self._update(members, counts, bucket, room, rate)
             outward.wait_stream(main)
             with torch.cuda.stream(outward):
                 for key, there in room.items():
@@ -116,29 +117,28 @@ class HostAdamW(MasterAdamW):
                 left.append(outward.record_event())
         outward.synchronize()  # the host may read its arrays, and the rooms may go back
 
-    def _update(self, members: list[int], bucket: slice, room: dict[str, torch.Tensor], rate: float) -> None:
+    def _update(self, members: list[int], counts: torch.Tensor, bucket: slice, room: dict[str, torch.Tensor], rate: float) -> None:
         """AdamW on the parts of all tensors that lie in this bucket; `room` holds its arrays on the device."""
         place, parts = 0, []
-        for i in members:
+        for i, count in zip(members, counts.clone().unbind()):  # AdamW raises them
             size = self.working[i].numel()
             low, high = max(place, bucket.start), min(place + size, bucket.stop)
             if low < high and self.sums[i].grad is not None:
-                parts.append((i, slice(low - place, high - place), slice(low - bucket.start, high - bucket.start)))
+                parts.append((i, slice(low - place, high - place), slice(low - bucket.start, high - bucket.start), count))
             place += size
-        counts = torch.tensor([float(self.counts[i] - 1) for i, _, _ in parts], device=self.device).unbind()
         for decayed in (True, False):
-            own = [(part, count) for part, count in zip(parts, counts) if (self.working[part[0]].dim() >= 2) == decayed]
+            own = [part for part in parts if (self.working[part[0]].dim() >= 2) == decayed]
             if not own:
                 continue
-            masters = [room["master"][there] if "master" in room else self.working[i].detach().view(-1)[here]
-                       for (i, here, there), _ in own]
+            weights = [self.working[i].detach().view(-1)[here] for i, here, _, _ in own]
+            masters = [room["master"][there] for _, _, there, _ in own] if "master" in room else weights
             beta1, beta2 = self.config.betas
-            adamw(masters, [self.sums[i].grad.reshape(-1)[here] for (i, here, _), _ in own],
-                  [room["exp_avg"][there] for (_, _, there), _ in own], [room["exp_avg_sq"][there] for (_, _, there), _ in own], [],
-                  [count for _, count in own], fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=rate,
+            adamw(masters, [self.sums[i].grad.reshape(-1)[here] for i, here, _, _ in own],
+                  [room["exp_avg"][there] for _, _, there, _ in own], [room["exp_avg_sq"][there] for _, _, there, _ in own], [],
+                  [count for *_, count in own], fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=rate,
                   weight_decay=self.config.weight_decay if decayed else 0.0, eps=EPS, maximize=False)
-            if "master" in room:
-                torch._foreach_copy_([self.working[i].detach().view(-1)[here] for (i, here, _), _ in own], masters)
+            if masters is not weights:
+                torch._foreach_copy_(weights, masters)
 
     def _moments_of(self, i: int) -> dict[str, torch.Tensor]:
         return {"step": torch.tensor(float(self.counts[i])), **self._moments[i]} if self.counts[i] else {}
@@ -159,5 +159,6 @@ def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if error:
             raise TrainingError(f"{array.nbytes / 2**30:.1f} GiB of main memory cannot be locked for the GPU (CUDA error {error}); "
                                 "take offload out of trainer.memory, or raise the limit on locked memory (ulimit -l)")
-        weakref.finalize(array.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, array.data_ptr())
+        unlock = weakref.finalize(array.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, array.data_ptr())
+        unlock.atexit = False  # the process' end unlocks it anyway
     return array
