@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from verl.core import weights
 from verl.core.errors import WeightsError
-from verl.core.weights import Receipt, Weights, block_sum, block_sums, checksum, fold
+from verl.core.weights import Receipt, Weights, block_sum, block_sums, checksum, fold, receipt_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.float8_e4m3fn]
 
@@ -73,6 +73,13 @@ def test_moved_bits_show(dtype):
     sums = [checksum(t) for t in (square, *others)]
     assert len(set(sums)) == len(sums)
     assert checksum(square.t()) == checksum(square.t().contiguous())
+
+
+def test_the_receipt_of_who_holds_all_tensors_is_that_of_the_stream():
+    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3), "c": torch.randn(70, 40).bfloat16(), "d": torch.randn(2, 3, 4),
+               "e": torch.tensor(2.0)}
+    assert receipt_of(3, tensors) == Weights(3, tensors.items).receipt()
+    assert receipt_of(3, {}) == Weights(3, {}.items).receipt()
 
 
 def test_a_receipt_counts_names_and_sums():

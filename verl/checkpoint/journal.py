@@ -58,6 +58,8 @@ class Journal:
     def prepare(self, key: dict[str, Any], records: Callable[[], Iterable[Any]]) -> None:
         """Write the file of the next key aside, with these records; until `commit`, appended ones go into both."""
         with self._lock:
+            if self._next is not None:  # what it was for did not come true
+                self._next.close()
             self._aside.unlink(missing_ok=True)
             self._next = Journal(self._aside, key)
             for record in records():

@@ -46,7 +46,7 @@ class Source:
     def next(self, weights: Weights) -> Groups:
         """The next step's groups, scored and packed; these are the weights that they will train. Nothing when a signal came."""
         self.sampler.forget(self.tasks.state())
-        self.sampler.load(weights)
+        self.run.verb("load", self.sampler.load, weights)
         groups, metrics, places = collect(self.run, self.tasks, self.sampler, self.algo)
         if self.run.stopped:
             return NOTHING
@@ -58,7 +58,7 @@ class Source:
     @contextlib.contextmanager
     def at_rest(self, weights: Weights) -> Iterator[Sampler]:
         """The sampler for other work, under these weights; nothing else is sampled meanwhile."""
-        self.sampler.load(weights)
+        self.run.verb("load", self.sampler.load, weights)
         yield self.sampler
 
     def settle(self) -> None:
@@ -120,8 +120,9 @@ class Background(Source):
                 if self.error is not None:
                     raise self.error
                 if time.monotonic() - self.alive > self.stall_s:
-                    raise WorkerError(f"the sampler in the background has given no sign of life for {self.stall_s:.0f} s; look at "
-                                      "its engine, or set trainer.pipeline: step to see where it hangs")
+                    self.error = WorkerError(f"the sampler in the background has given no sign of life for {self.stall_s:.0f} s; "
+                                             "look at its engine, or set trainer.pipeline: step to see where it hangs")
+                    continue
                 self.changed.wait(POLL_S)
             return value
 
@@ -176,7 +177,7 @@ class Ahead(Background):
                 self.changed.notify_all()
 
     def _ask(self, step: int, weights: Weights) -> None:
-        self._load(weights)
+        self.run.verb("load", self._load, weights)
         with self.changed:
             self.asked = step
             self.changed.notify_all()
@@ -200,7 +201,7 @@ class Ahead(Background):
     @contextlib.contextmanager
     def at_rest(self, weights: Weights) -> Iterator[Sampler]:
         self.run.verb("wait", self._wait, lambda: self.asked is None)
-        self._load(weights)
+        self.run.verb("load", self._load, weights)
         yield self.sampler
 
     def settle(self) -> None:

@@ -164,7 +164,7 @@ class Run:
     @contextlib.contextmanager
     def span(self, role: str, name: str):
         """What runs inside keeps this role busy; any thread."""
-        start, step = time.perf_counter(), self.step + 1
+        start, step = time.perf_counter(), min(self.step + 1, self.total)
         try:
             yield
         finally:

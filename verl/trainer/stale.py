@@ -49,7 +49,7 @@ class Stale(Background):
 
     def _span(self) -> None:
         now = time.perf_counter()
-        self.run.timeline.add("rollout", "generate", self.since, now, self.run.step + 1)
+        self.run.timeline.add("rollout", "generate", self.since, now, min(self.run.step + 1, self.run.total))
         self.since = now
 
     def _between(self) -> list[Request]:

@@ -14,7 +14,7 @@ import torch
 
 from verl.core.errors import CapacityError, ConfigError, DataError, ModelError, WeightsError
 from verl.core.types import Finish, Request, Sample, Sampling
-from verl.core.weights import Receipt, Weights, checksum, hash_name
+from verl.core.weights import Receipt, Weights, receipt_of
 from verl.engine.base import OnSample, RolloutEngine
 from verl.engine.native import pool, sampler
 from verl.engine.native.config import NativeConfig
@@ -94,7 +94,7 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def _copy(self, weights: Weights) -> Receipt:
         own = dict(self.lm.module.state_dict(keep_vars=True))
-        seen, count, total = set(), 0, 0
+        seen, loaded = set(), {}
         for name, tensor in weights:
             if name not in own:
                 raise WeightsError(f"weights of version {weights.version} hold {name!r}, which this engine's model has not")
@@ -103,13 +103,12 @@ class NativeEngine(RolloutEngine):
                                    f"this engine's is {tuple(own[name].shape)}")
             own[name].copy_(tensor)
             seen.add(own[name].data_ptr())
-            count += 1
-            total += checksum(own[name]) ^ (hash_name(name) & ((1 << 63) - 1))
+            loaded[name] = own[name]
         missing = [n for n, p in self.lm.module.named_parameters() if p.data_ptr() not in seen]
         if missing:
             raise WeightsError(f"weights of version {weights.version} lack {len(missing)} tensors, the first {missing[0]!r}; "
                                "nothing may be sampled until a whole load succeeds")
-        return Receipt(weights.version, count, total & ((1 << 63) - 1))
+        return receipt_of(weights.version, loaded)
 
     def apart(self, keep_kv: bool = False) -> NativeEngine:
         """An engine like this one on its own copy of the module, which takes weights while another trains this one's."""

@@ -69,14 +69,15 @@ class Memory:
         self.lm, self.slots, self.dtype, self.scale = lm, slots, dtype, scale
         self.size = slots * bytes_per_token(lm, dtype)
         self.lasting = lm.device.type == "cuda" and vmm.driver is not None
-        self.arena = vmm.Arena(self.size, lm.device) if self.lasting else None
+        self.arena: vmm.Arena | None = None
         self.pools: list[LayerPool] | None = None
 
     def wake(self) -> None:
         """Take the memory, if it is not held. On a CPU untouched pages cost none."""
         if self.pools is not None:
             return
-        if self.arena is not None:
+        if self.lasting:
+            self.arena = self.arena or vmm.Arena(self.size, self.lm.device)
             raw = self.arena.wake()
         else:
             raw = torch.empty(self.size, dtype=torch.uint8, device=self.lm.device)
@@ -106,6 +107,8 @@ class Memory:
             self.arena.sleep()
 
     def close(self) -> None:
+        """Give the addresses back too; `wake` would reserve others."""
         self.sleep()
         if self.arena is not None:
             self.arena.close()
+            self.arena = None
