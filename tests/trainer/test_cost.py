@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer.tiny_runs import tiny_model
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config, T5Config
 
 from verl.cli.main import main
 from verl.core.errors import CapacityError, ConfigError
@@ -153,6 +153,12 @@ def test_counts_of_real_modules(config):
         assert s.active == s.blocks - experts // 2
     else:
         assert s.active == s.blocks
+
+
+def test_counts_of_an_encoder_decoder():
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=3, num_heads=4, vocab_size=96)
+    s = shape_of(config)
+    assert s.layers == 5 and s.parameters == sum(p.numel() for p in AutoModelForSeq2SeqLM.from_config(config).parameters())
 
 
 def test_adapters_state_and_cache_of_a_real_run(tmp_path):

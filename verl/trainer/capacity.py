@@ -40,7 +40,7 @@ def read_shapes(config: RunConfig) -> Shapes:
         path = role.model_name_or_path
         return read_shape(path, role.trust_remote_code, target, headless) if path and role.implementation is None else None
 
-    actor = shape(model.actor)
+    actor = read_shape(model.actor.model_name_or_path, model.actor.trust_remote_code, target)
     reference = (shape(model.reference) or (None if model.actor.lora.rank else actor)) if algo.needs_reference else None
     judged = [source.model for source in config.trainer.rewards if source.model] if algo.online else []
     reward = read_shape(judged[0], headless=True) if judged else shape(model.reward_model, True) if algo.online else None
@@ -101,6 +101,8 @@ def lay_out(config: RunConfig, count: int, device: Device, shapes: Shapes) -> La
     if count > 1 and not actor.megatron and not actor.use_fsdp and placement == "auto" and actor.device_map == "auto":
         lines.append("model.actor.use_fsdp: true is assumed; without it one device would train")
         config = replace(config, model=replace(config.model, actor=replace(actor, use_fsdp=True)))
+    if config.data.max_prompt_tokens is None:
+        lines.append(f"data.max_prompt_tokens is not set; prompts of {PROMPT} tokens are assumed where they are not known")
     placed = place(config, count, ray=True)
     lines += placed.falls
 
