@@ -85,13 +85,7 @@ def load_lm(path: str | os.PathLike, dtype: str | torch.dtype = "auto", device: 
 def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, strict_native: bool = False) -> LM:
     """Wrap a loaded transformers model (in place) as an LM: head, stop ids, adapters, proof."""
     config = module.config.get_text_config()
-    rows = module.get_output_embeddings().weight.shape[0]
-    used = len(tokenizer) if tokenizer is not None else rows  # a tokenizer may leave gaps between its ids
-    if tokenizer is not None:
-        used = max(used, max(tokenizer.get_vocab().values()) + 1)
-    if used > rows:
-        raise ModelError(f"{path!r}: the tokenizer has {used} ids but the model's output layer only {rows} rows; "
-                         "resize the embeddings and train the new rows first")
+    used = token_rows(tokenizer, module.get_output_embeddings().weight.shape[0], path)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     head = HeadSpec(rows=used, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
     lm = LM(module=module, tokenizer=tokenizer, path=path, head=head, stop_ids=stop_ids(module, tokenizer))
@@ -105,6 +99,17 @@ def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, stri
         add_lora(lm, lora)
     module.eval()
     return lm
+
+
+def token_rows(tokenizer, rows: int, path: str = "") -> int:
+    """Rows of an output layer that stand for a token. Raises ModelError when the tokenizer has more ids than there are rows."""
+    if tokenizer is None:
+        return rows
+    used = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # a tokenizer may leave gaps between its ids
+    if used > rows:
+        raise ModelError(f"{path!r}: the tokenizer has {used} ids but the model's output layer only {rows} rows; "
+                         "resize the embeddings and train the new rows first")
+    return used
 
 
 def add_lora(lm: LM, lora: LoraConfig) -> None:
