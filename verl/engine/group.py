@@ -75,9 +75,10 @@ class TrainRank:
     def facts(self) -> dict[str, Any]:
         """What the driver has to know of the model."""
         lm = self.engine.lm
-        return {"version": self.engine.version, "path": lm.path, "stop_ids": lm.stop_ids, "context": lm.context,
-                "native": lm.native, "why_not": lm.why_not, "dtype": lm.dtype, "lora": getattr(lm.module, "verl_lora", None),
-                "gpu": gpu_id(self.device), "frozen": {n for n, p in lm.module.named_parameters() if not p.requires_grad}}
+        frozen = {n for n, p in lm.module.named_parameters() if not p.requires_grad}
+        return {"version": self.engine.version, "device": self.device, "path": lm.path, "stop_ids": lm.stop_ids,
+                "context": lm.context, "native": lm.native, "why_not": lm.why_not, "dtype": lm.dtype, "frozen": frozen,
+                "lora": getattr(lm.module, "verl_lora", None), "gpu": gpu_id(self.device)}
 
     # -- its part in loads -------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class FarLM:
     def __init__(self, facts: Mapping[str, Any], tokenizer: Any, load: Callable[[], LM]):
         self.path, self.stop_ids, self.context = facts["path"], facts["stop_ids"], facts["context"]
         self.native, self.why_not, self.dtype = facts["native"], facts["why_not"], facts["dtype"]
-        self.device, self.tokenizer, self.adapters_on = torch.device("cpu"), tokenizer, True
+        self.device, self.tokenizer, self.adapters_on = facts["device"], tokenizer, True
         self._load, self._whole = load, None
 
     def __getattr__(self, name: str) -> Any:

@@ -285,6 +285,7 @@ class Cluster:
     def __post_init__(self):
         if not ray.is_initialized():
             self.owned = "RAY_ADDRESS" not in os.environ
+            os.environ.setdefault("RAY_worker_niceness", "0")  # the work is done in the workers
             where = {"include_dashboard": False} if self.owned else {"address": os.environ["RAY_ADDRESS"]}
             ray.init(**where, log_to_driver=False, logging_level="ERROR")
 

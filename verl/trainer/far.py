@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -13,11 +16,13 @@ from verl.engine.optimizer import OptimConfig
 from verl.engine.pool import RolloutPool
 from verl.engine.train import TrainEngine
 from verl.engine.vllm_engine import vllm_available
-from verl.flow.actors import Cluster
-from verl.flow.link import Meeting
+from verl.flow.actors import Actor, Cluster, gather
+from verl.flow.devices import DeviceGroup
+from verl.flow.link import Meeting, own_device
 from verl.models import LM, load_tokenizer
 from verl.models.compile import compile_for_training
-from verl.trainer.config import RunConfig
+from verl.models.reward_model import RewardModel
+from verl.trainer.config import RoleConfig, RunConfig
 from verl.trainer.placement import WITH_ACTOR, Placement
 from verl.trainer.roles import Roles, build_rollout, load_actor, load_role, vllm_engine
 
@@ -51,16 +56,51 @@ class FarRoles:
 
     def wait(self, roles: Roles) -> None:
         """Until every process has its engine. Raises the first error of any."""
-        for group in self.groups.values():
-            group.ready()
+        started = {role: group.ready().actors for role, group in self.groups.items()}
         if isinstance(roles.rollout, RolloutPool):
-            roles.rollout.ready()
+            started["rollout"] = [w.actor for w in roles.rollout.ready().workers]
+        self.notes += [f"{role}: " + ", ".join(f"pid {a.pid} on {a.node}" for a in actors) for role, actors in started.items()]
 
     def close(self) -> None:
         """End all processes."""
         for group in self.groups.values():
             group.close()
         self.cluster.close()
+
+
+class FarRewardModel:
+    """A reward model with processes of its own, one a device; they start with the first texts, which they share."""
+
+    def __init__(self, role: RoleConfig, group: DeviceGroup):
+        self.role, self.group, self.name, self.truncated = role, group, str(role.model_name_or_path), 0
+        self.tokenizer = load_tokenizer(role.model_name_or_path, role.trust_remote_code)
+        self._actors: list[Actor] = []
+
+    def score(self, texts: Sequence[str], **options: Any) -> list[float]:
+        """See RewardModel."""
+        if not self._actors:
+            self.cluster = Cluster()
+            slots = self.cluster.place({"reward_model": self.group})["reward_model"]
+            self._actors = [Actor(slot, "reward_model", i, partial(RewardRank, self.role)) for i, slot in enumerate(slots)]
+        parts = [p.tolist() for p in np.array_split(np.arange(len(texts)), len(self._actors))]
+        calls = [a.start("score", [texts[i] for i in part], options) for a, part in zip(self._actors, parts) if part]
+        answers = gather(calls)
+        self.truncated += sum(cut for _, cut in answers)
+        return [score for scores, _ in answers for score in scores]
+
+
+class RewardRank:
+    """In its process: the reward model."""
+
+    def __init__(self, role: RoleConfig):
+        self.model = RewardModel(role.model_name_or_path, device=str(own_device()), dtype=role.dtype,
+                                 trust_remote_code=role.trust_remote_code)
+
+    def score(self, texts: list[str], options: dict[str, Any]) -> tuple[list[float], int]:
+        """(a number for each text, how many of them had to be cut)."""
+        before = self.model.truncated
+        scores = [float(s) for s in self.model.score(texts, **options)]
+        return scores, self.model.truncated - before
 
 
 def load_far(config: RunConfig, role: str, value_head: bool, score_head: bool, device: torch.device) -> LM:

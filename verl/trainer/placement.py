@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from verl.core.errors import ConfigError, nearest
+from verl.core.errors import ConfigError, VerlError, nearest
 from verl.flow.devices import Device, DeviceGroup, device_group
 from verl.trainer.config import RunConfig
 
@@ -54,12 +55,30 @@ def place(config: RunConfig, gpus: int, ray: bool, given: Iterable[str] = ()) ->
             placed.far[role] = group
         else:
             placed.here[role] = default if group is None else str(group)
-    _beside_the_actor(placed, ray, {role for role, (_, group) in wanted.items() if group is not None} | set(given))
+    declared = {role for role, (_, group) in wanted.items() if group is not None} | set(given)
+    _beside_the_actor(placed, ray, config.trainer.pipeline.strip() != "step", declared)
+    needed = _needed(config, given)
+    if "critic" in wanted and "critic" not in needed and config.trainer.algo.needs_critic:
+        placed.falls.append(f"{wanted['critic'][0]}: the critic is a value head on the actor and lives with it; for weights of its "
+                            "own set model.critic.model_name_or_path")
+    for role in [role for role in placed.far if role not in needed]:
+        del placed.far[role]
+        placed.here[role] = default
     for role, group in placed.far.items():
         why = f" ({wanted[role][0]})" if role in wanted else ""
         what = "in the processes of the actor" if group == WITH_ACTOR else f"{len(group)} processes of its own, {group}"
         placed.lines.append(f"{role}: {what}{why}")
     return placed
+
+
+def _needed(config: RunConfig, given: Iterable[str]) -> set[str]:
+    """The roles that have weights or work of their own in this run."""
+    algo, model = config.trainer.algo, config.model
+    adapters_off = model.actor.lora.rank and model.reference.model_name_or_path is None
+    return {"actor"} | {role for role, is_needed in {
+        "critic": algo.needs_critic and (model.critic.model_name_or_path is not None or "critic" in given),
+        "reference": algo.needs_reference and not adapters_off, "rollout": algo.online,
+        "reward_model": model.reward_model.model_name_or_path is not None}.items() if is_needed}
 
 
 def _declared(config: RunConfig) -> dict[str, tuple[str, DeviceGroup]]:
@@ -110,21 +129,34 @@ Wanted = dict[str, tuple[str, DeviceGroup | None]]  # role -> the setting that n
 
 
 def _plan_actor(config: RunConfig, wanted: Wanted, gpus: int, ray: bool, placed: Placement) -> None:
-    """Where an actor that was left to us trains: over several GPUs when it was asked to be sharded."""
+    """Where an actor that was left to us trains: over the free GPUs when it was asked to be sharded, or does not fit one."""
     actor = config.model.actor
-    if "actor" in wanted or not ray or not (actor.use_fsdp or actor.megatron) or gpus < 2:
-        return
     taken = {d.gpu for _, group in wanted.values() if group is not None for d in group.devices}
     free = [i for i in range(gpus) if i not in taken]
-    if len(free) > 1:
-        group = DeviceGroup(tuple(Device(i) for i in free), True)
+    if "actor" in wanted or not ray or len(free) < 2:
+        return
+    why = "model.actor.use_fsdp: true" if actor.use_fsdp else "model.actor.megatron" if actor.megatron else _too_large(config)
+    if why:
+        wanted["actor"] = (why, DeviceGroup(tuple(Device(i) for i in free), True))
         placed.lines.append(f"actor: sharded over the {len(free)} GPUs that no other role names")
-        wanted["actor"] = ("model.actor.use_fsdp: true", group)
+    else:
+        placed.lines.append(f"actor: one of {gpus} GPUs trains it; model.actor.use_fsdp: true spreads it over {len(free)}")
 
 
-def _beside_the_actor(placed: Placement, ray: bool, declared: set[str]) -> None:
-    """Roles that nobody placed follow an actor that has processes of its own; so does a rollout on the very same GPUs. A
-    rollout on another device than an actor of this process needs a process."""
+def _too_large(config: RunConfig) -> str:
+    """Why one GPU of this machine cannot hold the run, by the memory plan; "" when it can, or nobody knows."""
+    from verl.trainer.capacity import read_shapes
+    from verl.trainer.forecast import make_plan, this_machine
+    with contextlib.suppress(VerlError):  # the model is looked at again, and refused by name, when it is loaded
+        shapes = read_shapes(config)
+        plan = make_plan(config, shapes, 1, this_machine()[1])
+        return "" if plan.fits else f"one GPU would need {plan.needed / 2**30:.0f} GiB"
+    return ""
+
+
+def _beside_the_actor(placed: Placement, ray: bool, overlap: bool, declared: set[str]) -> None:
+    """Roles that nobody placed follow an actor that has processes of its own; so does a rollout on the very same GPUs, unless it
+    is to sample while the actor trains. A rollout on another device than an actor of this process needs a process."""
     actor = placed.far.get("actor")
     if actor is None:
         own = placed.here.get("rollout", placed.here["actor"])
@@ -134,6 +166,6 @@ def _beside_the_actor(placed: Placement, ray: bool, declared: set[str]) -> None:
     for role in ("critic", "reference", "rollout"):
         if role not in declared or (placed.far.get(role) == actor and all(d.gpu is not None for d in actor.devices)):
             placed.here.pop(role, None)
-            placed.far[role] = WITH_ACTOR
+            placed.far[role] = actor if role == "rollout" and overlap else WITH_ACTOR
         elif role in placed.here:
             placed.far[role] = DeviceGroup(device_group(placed.here.pop(role), role).devices, True)

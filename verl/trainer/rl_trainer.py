@@ -25,8 +25,9 @@ from verl.rewards.scorer import Scorer
 from verl.trainer import hybrid, offline, online_preference, pipeline, rl
 from verl.trainer.config import ModelConfig, RunConfig, TrainerConfig
 from verl.trainer.online_preference import FromSamples, by_data
-from verl.trainer.plan import plan
-from verl.trainer.roles import Roles, build_roles, pick_device
+from verl.trainer.placement import place
+from verl.trainer.plan import inspect_machine, plan
+from verl.trainer.roles import Roles, build_roles
 from verl.trainer.run import Run, device_line, total_steps
 from verl.trainer.sampler import Sampler
 from verl.trainer.tasks import Hybrid
@@ -157,14 +158,19 @@ def devices(roles: Roles) -> dict[str, str]:
     return {role: str(lm.device) for role, engine in engines.items() if (lm := getattr(engine, "lm", None)) is not None}
 
 
-def build_composition(config: RunConfig, rewards: Any = None, notes: list[str] | None = None):
+def build_composition(config: RunConfig, rewards: Any = None):
     """The run's rewards: given objects, else `trainer.rewards`, else the reward model of `model.reward_model`."""
     trainer, role = config.trainer, config.model.reward_model
-    device = str(pick_device(config, "reward_model", notes if notes is not None else []))
+    machine = inspect_machine()
+    placed = place(config, machine.gpus, machine.ray)
+    device = placed.here.get("reward_model", "cpu")
     sources = rewards if rewards is not None else trainer.rewards
     if not sources and role.implementation:
         sources = [load_object(role.implementation, "model.reward_model.class")(role)]
-    if not sources and role.model_name_or_path:
+    if not sources and "reward_model" in placed.far:
+        from verl.trainer.far import FarRewardModel
+        sources = [FarRewardModel(role, placed.far["reward_model"])]
+    elif not sources and role.model_name_or_path:
         sources = [RewardModel(role.model_name_or_path, device=device, dtype=role.dtype,
                                trust_remote_code=role.trust_remote_code)]
     if not sources:

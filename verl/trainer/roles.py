@@ -55,14 +55,6 @@ class Roles:
             self.far.close()
 
 
-def pick_device(config: RunConfig, name: str, notes: list[str]) -> torch.device:
-    """The device of one role in this process; a device this machine lacks falls back with a note."""
-    machine = inspect_machine()
-    placed = place(config, machine.gpus, ray=False)
-    notes += [line for line in placed.falls if f"; {name} runs " in line]
-    return torch.device(placed.here[name])
-
-
 def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: LM | None = None, critic: LM | None = None,
                 reference: LM | None = None, rollout: RolloutEngine | None = None, longest_prompt: int | None = None) -> Roles:
     """Load what was not given, derive what was left out (reference = frozen start, critic = value head), bind engines.
@@ -74,10 +66,7 @@ def build_roles(config: RunConfig, total_updates: int, notes: list[str], actor: 
     given = {"actor": actor, "critic": critic, "reference": reference, "rollout": rollout}
     placed = place(config, machine.gpus, machine.ray, {role for role, value in given.items() if value is not None})
     own_critic = algo.needs_critic and (critic not in (None, actor) or config.model.critic.model_name_or_path is not None)
-    adapters_off = config.model.actor.lora.rank and config.model.reference.model_name_or_path is None
-    needed = {"actor": True, "critic": own_critic, "rollout": algo.online, "reward_model": False,
-              "reference": algo.needs_reference and not adapters_off}
-    placed.far = {role: group for role, group in placed.far.items() if needed[role]}
+    placed.far.pop("reward_model", None)  # it comes with the rewards
     notes += placed.falls
     compiled = pays_to_compile(config, total_updates) and (machine.gpus > 0 if actor is None else actor.device.type == "cuda")
     far = None
