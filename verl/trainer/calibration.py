@@ -23,7 +23,7 @@ class Calibration:
     """What arithmetic cannot know. Units: bytes, seconds, or a share."""
 
     context: float = _measured(0.8 * GIB, "CUDA context, loaded kernels, cuBLAS: rollout.h200.jsonl q05 and l8 peak_gib at 44738c5")
-    margin: float = _measured(0.05, "share of a device left free: the largest error of the memory rows")
+    margin: float = _measured(0.05, "share of a device left free: the error that the memory rows are held to")
     narrow: float = _measured(420, "matrix products of width h reach h / (h + this): step q05 and q15 train_s at c2858b1")
     micro_layer: float = _measured(5e-4, "seconds a layer and micro-batch beside its FLOPs: the same with 16,384 and 6,144 tokens")
     kv_read: float = _measured(0.9, "share of copy bandwidth at which a decode step reads the cache: rollout at 44738c5")
