@@ -191,17 +191,21 @@ def report(method: str, case: Case, system: str, r: dict[str, float], o: Options
               "tokens_per_s": rate, "tokens_per_s_per_gpu": rate, "utilization": r["busy"], "first_step_s": r["first"]}
     units = {"peak_gib": "GiB", "mfu": "of 790 TFLOP/s, computed FLOPs of the update", "tokens_per_s": "logical tokens/s",
              "tokens_per_s_per_gpu": "logical tokens/s", "utilization": "%", "first_step_s": "s, compilation and capture included"}
+    if "planned" in r:
+        values["planned_gib"], units["planned_gib"] = r["planned"], "GiB, foretold before the first step"
     if "graph_latency_saved" in r:
         values["graph_latency_saved"] = r["graph_latency_saved"]
         units["graph_latency_saved"] = "of the seconds of short forwards of reward model, critic and reference"
     bench = "step" if method == "grpo" else f"step_{method}"
+    name = case.name if work in (WORK[method], TINY_WORK[method]) else f"{case.name}-{work.sequences}x{work.length}"
     if o.device == "cuda":
         settings = {"method": method, "memory": list(o.memory), "accelerations": o.accelerations, "sleep": o.sleep,
                     "work": [work.prompts, work.group, work.prompt, work.response], **more}
         for metric, value in values.items():
             if value == value:
-                record(bench, case.name, system, metric, value, units.get(metric, "s"), FILE, **settings)
+                record(bench, name, system, metric, value, units.get(metric, "s"), FILE, **settings)
+    planned = f" (planned {r['planned']:.1f})" if "planned" in r else ""
     saved = f"   compiled short forwards save {r['graph_latency_saved']:.0%}" if "graph_latency_saved" in r else ""
     split = " + ".join(f"{p} {r[p]:.2f}" for p in (*PARTS, "rest") if p in r)
-    return (f"{method:5s}{case.name:9s}{system:11s} step {r['step']:7.2f} s = {split}   peak {r['peak']:.1f} GiB   MFU {mfu:.1%}   "
-            f"{rate:,.0f} tokens/s   busy {r['busy']:.0f}%   first step {r['first']:.0f} s{saved}")
+    return (f"{method:5s}{name:9s}{system:11s} step {r['step']:7.2f} s = {split}   peak {r['peak']:.1f} GiB{planned}   "
+            f"MFU {mfu:.1%}   {rate:,.0f} tokens/s   busy {r['busy']:.0f}%   first step {r['first']:.0f} s{saved}")

@@ -21,6 +21,7 @@ import argparse
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 
 from measure import CASES, Options, report
 
@@ -43,7 +44,9 @@ def one(method: str, system: str, case: str, o: Options) -> str:
 def options(args: argparse.Namespace) -> Options:
     o = Options(steps=args.steps, budget=args.budget, memory=tuple(args.memory), accelerations=not args.no_accelerations,
                 sleep=args.sleep, micro=args.micro)
-    return o.tiny() if args.tiny else o
+    o = o.tiny() if args.tiny else o
+    changed = {k: v for k, v in (("prompts", args.prompts), ("prompt", args.prompt), ("response", args.response)) if v is not None}
+    return replace(o, work={method: replace(work, **changed) for method, work in o.work.items()})
 
 
 def parse() -> argparse.Namespace:
@@ -55,6 +58,9 @@ def parse() -> argparse.Namespace:
     p.add_argument("--memory", nargs="*", default=[], choices=["checkpoint", "offload"], help="memory for time")
     p.add_argument("--budget", type=int, help="tokens per micro-batch of ours; left out: from the memory there is")
     p.add_argument("--micro", type=int, help="sequences per micro-batch of a peer; left out: its usual one, or what fits")
+    p.add_argument("--prompts", type=int, help="prompts of a step (pairs, for dpo) in place of the usual number")
+    p.add_argument("--prompt", type=int, help="tokens of a prompt in place of the usual number")
+    p.add_argument("--response", type=int, help="tokens of a response in place of the usual number")
     p.add_argument("--sleep", action=argparse.BooleanOptionalAction, default=True, help="the KV pool's memory serves training")
     p.add_argument("--no-accelerations", action="store_true", help="neither compiled layers nor CUDA graphs")
     p.add_argument("--compare-losses", action="store_true", help="losses with every acceleration on and off, on fixed samples")

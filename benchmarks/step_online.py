@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from measure import Case, Options, Rows, Work, free
-from shapes import random_lm
+from shapes import config_of, random_lm
 
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.ppo import PPO
@@ -30,8 +30,10 @@ from verl.engine.train import TrainEngine
 from verl.models.compile import compile_for_training, decoder_layers
 from verl.models.load import LoraConfig
 from verl.models.packed import Packed
+from verl.trainer.cost import Job, Parallel, in_use, rollout_parts, train_parts
 from verl.trainer.rl import apply_credit, update
 from verl.trainer.roles import Reference
+from verl.trainer.shape import shape_of
 
 OPTIM = OptimConfig(lr=1e-6)
 
@@ -100,6 +102,20 @@ def build(method: str, case: Case, o: Options, shared_critic: bool = False) -> P
     return parts
 
 
+def planned_gib(method: str, case: Case, o: Options, parts: Parts) -> float:
+    """Device memory in use at the peak, as the plan foretells it from sizes alone."""
+    shape, work = shape_of(config_of(case.shape)), o.work[method]
+    ppo, copies = method == "ppo", method == "ppo" and not case.lora
+    cache = parts.rollout.pages * parts.rollout.page_size
+    job = Job(actor=shape, trained=shape.lora(case.lora) if case.lora else shape.parameters, prompts=work.prompts, group=work.group,
+              prompt=work.prompt, response=work.response, micro=parts.policy.token_budget,
+              score=parts.reference.engine.token_budget if ppo else 0, critic=shape if copies else None, values=ppo,
+              reference=shape if copies else None, referenced=ppo, reward=shape if ppo else None, width=o.dtype.itemsize,
+              kv_width=o.dtype.itemsize, kv_tokens=cache, sequences=work.sequences, compiled=o.accelerations,
+              checkpoint="checkpoint" in o.memory, offload="offload" in o.memory, gpu=o.device == "cuda")
+    return in_use([*train_parts(job, Parallel()), *rollout_parts(job, 0)]) / 2**30
+
+
 @torch.no_grad()
 def scores(engine: TrainEngine, batch: Batch) -> np.ndarray:
     """The reward model's number for every sequence, float64 [S]; the batch must be in prompt order."""
@@ -161,13 +177,16 @@ def run(method: str, case: Case, o: Options) -> dict[str, float]:
     work = o.work[method]
     parts = build(method, case, o)
     sampling = Sampling(max_tokens=work.response, ignore_eos=True)
+    planned = planned_gib(method, case, o, parts)
+    print(f"planned: {planned:.1f} GiB of device memory in use at the peak; micro-batches of {parts.policy.token_budget} tokens",
+          flush=True)
     rows = Rows(f"verl {method} {case.name}", o.device)
     for step in range(o.steps + 1):
         with rows.step():
             metrics = one_step(step, parts, work, sampling, rows, o.sleep)
         shown = [k for k in sorted(metrics) if "difference" in k or k in ("grad_norm", "loss", "kl")]
         print({k: round(metrics[k], 6) for k in shown}, flush=True)
-    result = rows.median()
+    result = rows.median() | {"planned": planned}
     if method == "ppo" and o.accelerations:
         result |= forward_seconds(parts, work)
     return result
