@@ -111,16 +111,20 @@ def test_every_prompt_is_trained_once_in_order_and_no_token_is_later_than_promis
     assert [s for s, _ in curve(tmp_path / "run", "eval_reward")] == [0, 2, 4, 5]
 
 
+@pytest.fixture(scope="module")
+def still(config, tmp_path_factory):
+    out = tmp_path_factory.mktemp("still")
+    assert run(config, out, "step", "trainer.optim.lr=0", "trainer.steps=3").returncode == 0
+    return out
+
+
 @pytest.mark.parametrize("pipeline", ["ahead", "stale(2)"])
-def test_without_learning_it_equals_the_run_in_step(config, tmp_path, pipeline):
-    still = ["trainer.optim.lr=0", "trainer.steps=3"]
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    assert run(config, tmp_path / "a", "step", *still).returncode == 0
-    assert run(config, tmp_path / "b", pipeline, *still).returncode == 0
-    for one, other in zip(seen(tmp_path / "a"), seen(tmp_path / "b"), strict=True):
+def test_without_learning_it_equals_the_run_in_step(config, tmp_path, still, pipeline):
+    assert run(config, tmp_path, pipeline, "trainer.optim.lr=0", "trainer.steps=3").returncode == 0
+    for one, other in zip(seen(still), seen(tmp_path), strict=True):
         assert [(g["task"], g["ids"]) for g in one["groups"]] == [(g["task"], g["ids"]) for g in other["groups"]]
     for name in ("reward", "loss", "grad_norm", "completions/mean_length"):
-        assert curve(tmp_path / "a" / "run", name) == curve(tmp_path / "b" / "run", name), name
+        assert curve(still / "run", name) == curve(tmp_path / "run", name), name
 
 
 def verbs(out: Path) -> list[str]:
@@ -158,20 +162,20 @@ def test_a_kill_in_mid_generation_ahead_then_resume_equals_the_uninterrupted_run
     assert curve(whole / "run") == curve(killed / "run")
 
 
-@pytest.mark.parametrize("pipeline, sig", [("ahead", signal.SIGINT), ("stale(1)", signal.SIGTERM), ("stale(2)", signal.SIGKILL)])
-def test_a_stop_with_work_in_flight_loses_no_finished_sample_and_trains_none_twice(config, tmp_path, pipeline, sig):
-    args = ["trainer.steps=8", "trainer.save.every=1", "trainer.sampling.max_tokens=48", "data.eval=null",
+@pytest.mark.parametrize("pipeline, sig", [("ahead", signal.SIGINT), ("stale(1)", signal.SIGTERM)])
+def test_a_stop_with_work_in_flight_loses_no_finished_sample_and_trains_none_twice(config, tmp_path, in_step, pipeline, sig):
+    args = ["trainer.steps=5", "trainer.save.every=1", "trainer.sampling.max_tokens=48", "data.eval=null",
             "trainer.rewards=[{function: 'my.py:slow_digits'}]"]
-    ordered, stopped = tmp_path / "ordered", tmp_path / "stopped"
+    stopped = tmp_path / "stopped"
     path = stopped / "run" / "progress.journal"
 
     def ahead_of_training() -> bool:
-        """Samples of a later step than the one in training are finished."""
+        """Samples of a step that is not trained are finished; its scores take a while."""
         steps = len(seen(stopped)) if (stopped / "watch.jsonl").exists() else 0
-        return steps >= 2 and any("place" in r and r["place"] >= 4 * (steps + 1) for r, _ in journal._records(path))
+        return steps >= 2 and any("place" in r and r["place"] >= 4 * steps for r, _ in journal._records(path))
 
     code, out = verl_until(*command(config, stopped, pipeline, *args), sig=sig, ready=ahead_of_training)
-    assert code == (-sig if sig == signal.SIGKILL else 128 + sig), out
+    assert code == 128 + sig, out
     step = max(json.loads(m.read_text())["step"] for m in (stopped / "run" / "checkpoints").glob("step_*/manifest.json"))
     (key, _), *rest = journal._records(path)
     records = [record for record, _ in rest]
@@ -180,10 +184,9 @@ def test_a_stop_with_work_in_flight_loses_no_finished_sample_and_trains_none_twi
     assert resumed.returncode == 0, resumed.stderr
     kept = {(r["place"], r["number"]): r["ids"].tolist() for r in records}
     assert f"{len(kept)} finished samples" in resumed.stdout
-    assert run(config, ordered, "step", *args, "trainer.optim.lr=0").returncode == 0
     trained = {row["step"]: [g["task"] for g in row["groups"]] for row in seen(stopped)}
-    assert [trained[i] for i in sorted(trained)] == tasks(ordered)
-    for row in [row for row in seen(stopped) if row["step"] > step][-(8 - step):]:
+    assert [trained[i] for i in sorted(trained)] == tasks(in_step)
+    for row in [row for row in seen(stopped) if row["step"] > step][-(5 - step):]:
         for place, group in enumerate(row["groups"], 4 * (row["step"] - 1)):
             for number, ids in enumerate(group["ids"]):
                 assert kept.get((place, number), ids) == ids, "a finished sample was made again"
@@ -206,7 +209,7 @@ def test_an_error_in_the_background_is_the_runs_error_and_costs_no_finished_step
     assert failed.returncode == 1 and "the judge is down" in failed.stderr and "reward" in failed.stderr
     steps = [row["step"] for row in seen(tmp_path)]
     saved = [json.loads(m.read_text())["step"] for m in (tmp_path / "run" / "checkpoints").glob("step_*/manifest.json")]
-    assert saved == [steps[-1]] and 2 <= steps[-1] <= 3
+    assert saved == [steps[-1]] and 2 <= steps[-1] <= 3 + (pipeline != "ahead")  # its samples may have been scored earlier
     (tmp_path / "late.py.fixed").touch()
     assert run(config, tmp_path, pipeline, *args).returncode == 0
     assert [row["step"] for row in seen(tmp_path)] == [1, 2, 3, 4, 5, 6]
