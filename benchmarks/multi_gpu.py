@@ -100,7 +100,7 @@ def step_batch(prompts: int, group: int, prompt: int, response: int, vocabulary:
 def plain_loss(x):
     """Advantage-weighted log-probs: the policy gradient itself, so that the comparison sees every token."""
     from verl.algorithms.base import LossOutputs
-    return LossOutputs(-x.advantages_T * x.logprobs_T)
+    return LossOutputs(-x.advantages_T * x.logprobs_T, per_token=True)
 
 
 def train_steps(engine, batch: Batch, steps: int) -> tuple[list[float], list[float]]:

@@ -327,7 +327,7 @@ def token_budget(memory: float, gpu: bool, hidden: int, inner: int, layers: int,
     The estimate counts, per layer, about 16 hidden-sized and 3 intermediate-sized activations kept for backward.
     """
     token = min(width, 4) * (layers * (16 * hidden + 3 * inner) if training else 8 * hidden + 4 * inner)
-    share = (0.1 if training else 0.3) if gpu else 0.25  # more is hardly faster
+    share = (0.14 if training else 0.3) if gpu else 0.25  # more is hardly faster
     return int(min(max(memory * share / token, 512), 65536 if gpu else 16384))
 
 

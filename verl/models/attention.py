@@ -40,7 +40,6 @@ class AttentionMeta(Protocol):
         """T new tokens, H query heads, K key-value heads (H a multiple of K) -> [T, H, E]."""
 
 
-@torch.compiler.disable  # here, and compiled layers break in four pieces, not in six
 def verl_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
                    s_aux=None, verl_meta: AttentionMeta | None = None, **_):
     """transformers' attention interface: [1, heads, T, D] tensors in, ([1, T, heads, E], None) out."""

@@ -23,6 +23,7 @@ except ImportError:  # older torch: the bucketed path below serves every device
 
 _GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # 2.11 needs none
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
+_FUSED_DEVICE = "cuda"
 
 
 @dataclass(slots=True)
@@ -84,6 +85,8 @@ class Packed:
         self.positions_N = self._to(within_N + np.repeat(self.before, self.lengths))
         self.source_T = self._to(np.maximum(source_T, 0))
         self.targets_T = self._to(batch.ids_T.astype(np.int64))
+        fused = varlen_attn is not None and self.device.type == _FUSED_DEVICE and self.starts[-1] > 0
+        self.fused = self._fused_layout() if fused else None
         self.last_S = self._to(np.where(batch.lengths_S > 0, first_S + own_S - 1, prompt_last_S)) if keep_last else None
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
@@ -103,24 +106,29 @@ class Packed:
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
-        """Each segment's queries over its prompt's and its own keys; differentiable, exact for every spec."""
-        width = q_THD.shape[-1]
-        fused = (varlen_attn is not None and q_THD.is_cuda and q_THD.dtype in _FUSED_DTYPES and spec.softcap is None
-                 and spec.sinks is None and width == v_TKE.shape[-1] and width % 8 == 0 and width <= 256)
-        return (self._attend_fused if fused else self._attend_buckets)(q_THD, k_TKD, v_TKE, spec)
+        """Each segment's queries over its prompt's and its own keys; differentiable, exact for every spec.
 
-    @cached_property
-    def _varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """Key gather index and cumulative lengths for the fused kernel; segments without tokens left out."""
+        torch.compile traces the fused path, so that a compiled layer is one piece: the host's work a layer is what limits
+        small micro-batches.
+        """
+        width = q_THD.shape[-1]
+        if (self.fused is not None and q_THD.dtype in _FUSED_DTYPES and spec.softcap is None and spec.sinks is None
+                and width == v_TKE.shape[-1] and width % 8 == 0 and width <= 256):
+            return self._attend_fused(q_THD, k_TKD, v_TKE, spec)
+        return self._attend_buckets(q_THD, k_TKD, v_TKE, spec)
+
+    def _fused_layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """Key gather index, cumulative lengths and longest lengths for the fused kernel; segments without tokens left out.
+        The longest are rounded up to powers of two: a compiled layer may have been made for one of them."""
         real = np.flatnonzero(self.lengths > 0)
         kv_lengths = (self.lengths + self.before)[real]
         cu_q = np.concatenate([[0], np.cumsum(self.lengths[real])]).astype(np.int32)
         cu_k = np.concatenate([[0], np.cumsum(kv_lengths)]).astype(np.int32)
         return (self._to(np.concatenate([self.key_range(s) for s in real])), self._to(cu_q), self._to(cu_k),
-                int(self.lengths.max()), int(kv_lengths.max()))
+                1 << int(self.lengths.max() - 1).bit_length(), 1 << int(kv_lengths.max() - 1).bit_length())
 
     def _attend_fused(self, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
-        key_index, cu_q, cu_k, max_q, max_k = self._varlen
+        key_index, cu_q, cu_k, max_q, max_k = self.fused
         window = (-1, 0) if spec.window is None else (spec.window - 1, 0)
         return varlen_attn(q_THD.contiguous(), k_TKD[key_index], v_TKE[key_index], cu_q, cu_k, max_q, max_k, scale=spec.scale,
                            window_size=window, **_GQA)
@@ -160,6 +168,7 @@ class Packed:
         key = np.where(m < length + before, key, 0)
         return _Bucket(self._to(query), self._to(key), self._to((before + l).astype(np.int32))), l < length, query
 
+    @torch.compiler.disable
     def _attend_buckets(self, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         buckets, place_N = self._buckets
         pieces = []

@@ -65,6 +65,7 @@ class DecodeMeta:
     runner: GpuRunner
     size: int
 
+    @torch.compiler.disable
     def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         """Store the new keys and values and attend, in three launches."""
         r, kv, size = self.runner, module.verl_kv, self.size
@@ -104,6 +105,7 @@ class PrefillMeta:
     tables: torch.Tensor  # int32 [2, segments, width]: pages of prompt and response
     block: int
 
+    @torch.compiler.disable
     def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         """Store the new keys and values, then attend over the pages."""
         r, kv, q = self.runner, module.verl_kv, _rows(q_THD)

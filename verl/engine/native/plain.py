@@ -46,6 +46,7 @@ class PlainMeta:
             self.masks[window] = (d >= 0) if window is None else (d >= 0) & (d < window)
         return self.masks[window]
 
+    @torch.compiler.disable
     def attend(self, module, q_THD, k_TKD, v_TKE, spec: AttentionSpec) -> torch.Tensor:
         """Store the new keys and values, then attend over the pages."""
         kv, shape = module.verl_kv, self.key_BM.shape

@@ -53,10 +53,7 @@ class Arena:
         return torch.as_tensor(self, device=self.device)
 
     def _memory(self):
-        try:
-            return _done(driver.cuMemCreate(self.size, self.location, 0))
-        except RuntimeError:
-            torch.cuda.empty_cache()  # what torch holds without using it may be enough
+        torch.cuda.empty_cache()  # what training left in torch's cache: the device then holds the larger phase, not both
         try:
             return _done(driver.cuMemCreate(self.size, self.location, 0))
         except RuntimeError as error:
