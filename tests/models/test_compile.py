@@ -39,8 +39,8 @@ def batch(seed: int) -> Batch:
     lengths = rng.integers(3, 9, prompts * samples)
     total, rows = int(lengths.sum()), np.arange(prompts * samples)
     return Batch(prompts=[rng.integers(0, 100, int(rng.integers(4, 9))).astype(np.int32) for _ in range(prompts)],
-                 prompt_S=np.repeat(np.arange(prompts), samples), lengths_S=lengths, ids_T=rng.integers(0, 100, total).astype(np.int32),
-                 mask_T=np.ones(total, bool), row_S=rows, group_S=np.repeat(np.arange(prompts), samples))
+                 prompt_S=np.repeat(np.arange(prompts), samples), lengths_S=lengths, mask_T=np.ones(total, bool), row_S=rows,
+                 ids_T=rng.integers(0, 100, total).astype(np.int32), group_S=np.repeat(np.arange(prompts), samples))
 
 
 def gradients(lm, data: Batch) -> list[torch.Tensor]:
