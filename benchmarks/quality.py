@@ -60,6 +60,9 @@ def trl_main(seed: int, steps: int, folder: Path) -> None:
     curve, clock = [], [0.0, 0.0]
 
     class Curve(TrainerCallback):
+        def on_train_begin(self, *_, lr_scheduler, **__):
+            lr_scheduler.step()  # its warm-up begins at a rate of 0, ours at the first third
+
         def on_step_begin(self, *_, **__):
             clock[0] = time.perf_counter()
 
