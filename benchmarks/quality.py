@@ -28,34 +28,34 @@ DEVICE = "h200" if torch.cuda.is_available() else "cpu"
 LR, WARMUP, BETAS, PROMPTS, GROUP, TOKENS = 3e-5, 3, (0.9, 0.99), 6, 8, 6  # the quick start's
 
 
-def overrides(seed: int, steps: int, folder: Path, answers: int = 1) -> list[str]:
-    return [f"trainer.seed={seed}", f"trainer.steps={steps}", f"trainer.output_dir={folder}", "trainer.report_to=[]",
+def overrides(seed: int, steps: int, folder: Path, model: Path, answers: int = 1) -> list[str]:
+    return [f"model.actor.model_name_or_path={model}",
+            f"trainer.seed={seed}", f"trainer.steps={steps}", f"trainer.output_dir={folder}", "trainer.report_to=[]",
             "trainer.samples_every=0", "trainer.eval.every=0", f"trainer.eval.samples={answers}"]
 
 
-def verl_run(seed: int, steps: int, folder: Path, python: str) -> list[tuple[float, float]]:
+def verl_run(seed: int, steps: int, folder: Path, model: Path, python: str) -> list[tuple[float, float]]:
     """Train with the command; [(seconds in steps so far, mean reward of exact answers)]."""
-    subprocess.run([sys.executable, "-m", "verl.cli.main", "train", str(CONFIG), *overrides(seed, steps, folder)], check=True,
-                   stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "verl.cli.main", "train", str(CONFIG), *overrides(seed, steps, folder, model)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [r for r in rows if "step_time" in r]
     return list(zip(np.cumsum([r["step_time"] for r in rows]).tolist(), [r["rewards/exact/mean"] for r in rows]))
 
 
-def trl_run(seed: int, steps: int, folder: Path, python: str) -> list[tuple[float, float]]:
-    subprocess.run([python, __file__, "--trl", str(seed), str(steps), str(folder)], check=True, stdout=subprocess.DEVNULL)
+def trl_run(seed: int, steps: int, folder: Path, model: Path, python: str) -> list[tuple[float, float]]:
+    command = [python, __file__, "--trl", str(seed), str(steps), str(folder), "--model", str(model)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [tuple(point) for point in json.loads((folder / "curve.json").read_text())]
 
 
-def trl_main(seed: int, steps: int, folder: Path) -> None:
+def trl_main(seed: int, steps: int, folder: Path, model: Path) -> None:
     """TRL's GRPOTrainer on the same task, through its public API."""
-    import yaml
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     sys.path.insert(0, str(CONFIG.parent))
     from reward import exact, number
-    model = (CONFIG.parent / yaml.safe_load(CONFIG.read_text())["model"]["actor"]["model_name_or_path"]).resolve()
     data = [json.loads(line) for line in (CONFIG.parent / "data" / "train.jsonl").read_text().splitlines()]
     curve, clock = [], [0.0, 0.0]
 
@@ -88,11 +88,11 @@ def trl_main(seed: int, steps: int, folder: Path) -> None:
     (folder / "curve.json").write_text(json.dumps(curve))
 
 
-def accuracy(folder: Path, answers: int) -> float:
+def accuracy(folder: Path, model: Path, answers: int) -> float:
     """Share of exactly right held-out answers of a trained model directory."""
     from verl.trainer.config import load_run
     from verl.trainer.evaluate import evaluate_config
-    metrics = evaluate_config(load_run(CONFIG, overrides(0, 1, folder, answers)).config, str(folder / "model"))
+    metrics = evaluate_config(load_run(CONFIG, overrides(0, 1, folder, model, answers)).config, str(folder / "model"))
     return metrics["rewards/exact/mean"]
 
 
@@ -117,21 +117,22 @@ def main() -> None:
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     p.add_argument("--systems", nargs="+", default=["verl", "trl"], choices=["verl", "trl"])
     p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     p.add_argument("--answers", type=int, default=16, help="to every held-out prompt of the evaluation")
     p.add_argument("--trl-python", default=sys.executable)
     p.add_argument("--dry", action="store_true", help="nothing is recorded or drawn")
     p.add_argument("--trl", nargs=3, metavar=("SEED", "STEPS", "FOLDER"), help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.trl:
-        return trl_main(int(args.trl[0]), int(args.trl[1]), Path(args.trl[2]))
+        return trl_main(int(args.trl[0]), int(args.trl[1]), Path(args.trl[2]), args.model)
     curves, found = {}, {system: [] for system in args.systems}
     with tempfile.TemporaryDirectory() as temporary:
         for seed in args.seeds:
             for system in args.systems:
                 folder, begun = Path(temporary) / f"{system}{seed}", time.time()
                 folder.mkdir()
-                curve = {"verl": verl_run, "trl": trl_run}[system](seed, args.steps, folder, args.trl_python)
-                curves[system, seed], right = curve, accuracy(folder, args.answers)
+                curve = {"verl": verl_run, "trl": trl_run}[system](seed, args.steps, folder, args.model, args.trl_python)
+                curves[system, seed], right = curve, accuracy(folder, args.model, args.answers)
                 found[system].append(right)
                 last, seconds = float(np.mean([r for _, r in curve[-5:]])), curve[-1][0]
                 print(f"{system} seed {seed}: held-out {right:.3f}, exact answers of the last 5 steps {last:.3f}, {seconds:.1f} s "
