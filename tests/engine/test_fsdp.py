@@ -15,13 +15,15 @@ from tests.engine.fsdp_ranks import CASES, IN_FOUR, IN_ONE
 from tests.models.small_lms import ragged
 from verl.engine.fsdp import STRATEGIES, even_pieces
 
+pytestmark = pytest.mark.timeout(900)  # the fixture runs every check: a minute of CPU time
+
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     """ranks -> check -> what each rank returned."""
     folder = tmp_path_factory.mktemp("fsdp")
     done = subprocess.run([sys.executable, "-m", "tests.engine.fsdp_ranks", str(folder)], capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], timeout=400)
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2, 4)}
 
@@ -64,7 +66,7 @@ def test_bfloat16_layers_over_float32_shards(worlds, check):
         assert found["norm"] < 2e-3 and found["logp"] < 0.1 and found["masters"] < 6.1e-4 and found["equal"]
 
 
-@pytest.mark.parametrize("ranks,check", [(2, "delivery"), (4, "delivery hybrid"), (4, "delivery no_shard")])
+@pytest.mark.parametrize("ranks,check", [(2, "delivery"), (4, "delivery hybrid"), (2, "delivery no_shard")])
 def test_weights_come_and_go(worlds, ranks, check):
     assert worlds[ranks][check] == [{"faults": 3, "receipt": True, "version": 2, "pieces": True, "exported": 0.0}] * ranks
 

@@ -146,7 +146,8 @@ class FsdpEngine(TrainEngine):
     def _gathered(self, column_T: np.ndarray) -> np.ndarray:
         self._reshard()
         column = torch.from_numpy(column_T).to(self.lm.device)
-        dist.all_reduce(column, group=self.group)
+        if len(column_T):
+            dist.all_reduce(column, group=self.group)
         return column.cpu().numpy()
 
     def _shared(self, metrics: dict[str, tuple[float, float]], loss: float) -> tuple[dict[str, tuple[float, float]], float]:
@@ -168,9 +169,9 @@ class FsdpEngine(TrainEngine):
         """Adds up the gradients that every rank holds whole, then the squares of all; the same number on every rank."""
         optimizer, device = self.optimizer, self.lm.device
         copied = [(h, w) for n, h, w in zip(optimizer.names, optimizer.sums, optimizer.working) if n not in self.shards]
-        seen = torch.tensor([float(h.grad is not None) for h, _ in copied], device=device)
-        dist.all_reduce(seen, group=self.group)
-        waits = []
+        seen, waits = torch.tensor([float(h.grad is not None) for h, _ in copied], device=device), []
+        if copied:
+            dist.all_reduce(seen, group=self.group)
         for (holder, working), ranks in zip(copied, seen.tolist()):
             if ranks:
                 if holder.grad is None:  # others had tokens for it

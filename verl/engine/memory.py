@@ -158,7 +158,7 @@ def pinned(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         error = int(torch.cuda.cudart().cudaHostRegister(array.data_ptr(), array.nbytes, 0))
         if error:
             raise TrainingError(f"{array.nbytes / 2**30:.1f} GiB of main memory cannot be locked for the GPU (CUDA error {error}); "
-                                "take offload out of trainer.memory, or raise the limit on locked memory (ulimit -l)")
+                                "take offload out of trainer.memory, or give the process more main memory")
         unlock = weakref.finalize(array.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, array.data_ptr())
         unlock.atexit = False  # the process' end unlocks it anyway
     return array
