@@ -14,6 +14,7 @@ from tests.engine.tiny import IDS, model_dir  # noqa: E402
 from tests.flow.layouts import block, empty_arrays, same_bits  # noqa: E402
 from tests.flow.worlds import CONTEXT, run_world  # noqa: E402
 from tests.models.small_lms import ragged  # noqa: E402
+from verl.algorithms.base import LossOutputs  # noqa: E402
 from verl.algorithms.grpo import GRPO  # noqa: E402
 from verl.algorithms.reduce import coefficients  # noqa: E402
 from verl.core.errors import ConfigError, ModelError  # noqa: E402
@@ -128,6 +129,46 @@ def test_a_grid_trains_like_one_process(tmp_path, kind, ranks, sizes, settings, 
     assert own.stop_ids == want.lm.stop_ids and own.head == want.lm.head
 
 
+def odd_ends(rank, path):
+    """Two replicas of two stages in bfloat16: a batch of one row, batches without signal and without a gradient, a resume."""
+    on_cpu()
+    engine, batch = MegatronEngine(outline(path, torch.bfloat16), 0.8, OPTIM, 10, 24, sizes={"pipeline": 2}), grpo_batch(0)
+    one = batch.select([1])
+    one.weights_T[:] = 1
+    seen = [engine.forward_backward(one, GRPO().loss)["loss"], engine.step()]
+    before, version = dict(engine.weights()), engine.version
+    batch.weights_T[:] = 0
+    engine.forward_backward(batch, GRPO().loss)
+    seen.append(engine.step().skipped)
+    engine.forward_backward(grpo_batch(0), lambda x: LossOutputs(torch.ones_like(x.logprobs_T), True))
+    seen.append(engine.step().skipped)
+    engine.forward_backward(grpo_batch(0), lambda x: LossOutputs(x.logprobs_T * float("nan"), True))
+    seen.append(engine.step().skipped)
+    assert engine.version == version == 1 and all(same_bits(t, before[n]) for n, t in engine.weights())
+    kept = [engine.state()]
+    dist.broadcast_object_list(kept, 0)
+    resumed = MegatronEngine(outline(path, torch.bfloat16), 0.8, OPTIM, 10, 24, sizes={"pipeline": 2})
+    resumed.load_state(*kept[0])
+    tensors, numbers = resumed.state()
+    assert numbers == kept[0][1] and (rank or all(same_bits(t, kept[0][0][n]) for n, t in tensors.items()))
+    assert train(resumed, [1]) == train(engine, [1])
+    return seen, {n: t.dtype for n, t in kept[0][0].items()}
+
+
+def test_odd_ends_in_bfloat16(tmp_path):
+    path = str(model_dir(tmp_path / "model", "qwen2", **SHAPE))
+    results = run_world(4, odd_ends, path, limit_s=280)
+    assert not [error for _, error in results if error], results
+    (loss, info, *skipped), dtypes = results[0][0]
+    assert all(r == results[0][0] for r, _ in results) and skipped == ["no signal", "no signal", "non-finite"]
+    want = TrainEngine(load_lm(path, "bfloat16"), 0.8, OPTIM, 10, 10_000)
+    one = grpo_batch(0).select([1])
+    one.weights_T[:] = 1
+    assert loss == pytest.approx(want.forward_backward(one, GRPO().loss)["loss"], rel=0.02)
+    assert info.grad_norm == pytest.approx(want.step().grad_norm, rel=0.02)
+    assert dtypes == {n: t.dtype for n, t in want.state()[0].items()}
+
+
 # -- weights to samplers -------------------------------------------------------------------------------------------------
 
 SAMPLER = [*(Split(f"*.{n}_proj.*", 0, units, (f"{n}_proj", "qkv_proj")) for n, units in (("q", 4), ("k", 2), ("v", 2))),
@@ -136,10 +177,15 @@ SAMPLER = [*(Split(f"*.{n}_proj.*", 0, units, (f"{n}_proj", "qkv_proj")) for n, 
 
 
 def to_samplers(rank, path):
-    """An update on a grid of 2 x 2, then its weights by plan: to a tensor-parallel pair, and whole to rank 3."""
+    """A state made alone goes on, on a grid of 2 x 2; its weights by plan to a tensor-parallel pair, and whole to rank 3."""
     on_cpu()
-    engine = MegatronEngine(outline(path), 0.8, OPTIM, 10, 24, sizes={"tensor": 2, "pipeline": 2})
-    train(engine, [0])
+    engine, other = MegatronEngine(outline(path), 0.8, OPTIM, 10, 24, sizes={"tensor": 2, "pipeline": 2}), alone(path)
+    train(other, [0])
+    engine.load_state(*other.state())
+    tensors, numbers = engine.state()
+    assert numbers == other.state()[1] and (rank or all(same_bits(tensors[n], t) for n, t in other.state()[0].items()))
+    assert dict(engine.weights()).keys() == other.exported().keys()
+    assert all(same_bits(t, other.exported()[n]) for n, t in engine.weights())
     source, full = engine.layout(), dict(engine.weights())
     destination = merge(tensor_parallel(source.table, SAMPLER, [1, 2]), whole(source.table, [3]))
     made = plan(source, destination)
