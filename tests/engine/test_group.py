@@ -36,7 +36,7 @@ ALGO = ALGORITHMS["grpo"]()
 
 def train_engine(path, lora, device):
     lm = load_lm(path, "float32", device, lora=lora)
-    if dist.is_initialized():
+    if dist.get_world_size() > 1:
         return FsdpEngine(lm, 1.0, OPTIM, 10, 256)
     return TrainEngine(lm, 1.0, OPTIM, 10, 256)
 

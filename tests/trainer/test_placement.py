@@ -144,9 +144,9 @@ class Training:
     def output(self):
         return self.log.read_text()
 
-    def until_step(self, n, limit_s=300):
-        end, path = time.monotonic() + limit_s, self.run / "metrics.jsonl"
-        while not path.exists() or len(path.read_text().splitlines()) < n:
+    def until_saved(self, limit_s=300):
+        end = time.monotonic() + limit_s
+        while not list(self.run.glob("checkpoints/step_*")):
             assert self.process.poll() is None and time.monotonic() < end, self.output
             time.sleep(0.05)
 
@@ -195,7 +195,7 @@ SLOW = ("trainer.save.every=1", "trainer.rewards=[{function: my.py:slow_digits}]
 def test_a_rank_that_dies_ends_the_run_with_its_name_and_the_same_command_resumes(folder, cluster, reference):
     command = (folder, cluster[0], "rank", "trainer.placement={actor: first/cpu*2}", *SLOW)
     training = Training(*command)
-    training.until_step(1)
+    training.until_saved()
     victim = training.pids("actor")[1]
     os.kill(victim, signal.SIGKILL)
     assert training.finish() != 0 and re.search(rf"rank 1 \(pid {victim} on .*died", training.output), training.output
@@ -209,7 +209,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_name_and_the_same_command_resume
 @pytest.mark.timeout(1200)
 def test_a_node_that_dies_costs_its_workers_and_the_run_goes_on(folder, cluster, reference):
     training = Training(folder, cluster[0], "node", "trainer.placement={rollout: first/cpu*1+second/cpu*2}", *SLOW)
-    training.until_step(1)
+    training.until_saved()
     cluster[0].remove_node(cluster[1], allow_graceful=False)
     assert training.finish() == 0, training.output
     lost = set(re.findall(r"rollout rank \d \(pid (\d+) on [^)]*\) died", training.output))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class TrainRank:
 
     def __init__(self, role: str, make: Callable[[torch.device], TrainEngine], rank: int, ranks: int, address: Address):
         self.rank, self.device, self.member = rank, own_device(), None
-        if ranks > 1 and not dist.is_initialized():
+        if not dist.is_initialized():
             if address[0].startswith("127."):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             store = dist.PrefixStore(f"world/{role}", reach_store(address))
@@ -223,9 +223,13 @@ class TrainGroup(BaseEngine):
         """peft's settings when the ranks train adapters."""
         return self.facts[0]["lora"]
 
+    @cached_property
+    def _layout(self) -> Layout:
+        return self.actors[0].call("layout", range(len(self.actors)))
+
     def layout(self) -> Layout:
         """Where the trained tensors lie; ranks from 0."""
-        return self.actors[0].call("layout", range(len(self.actors)))
+        return self._layout
 
     def join(self, meeting: Meeting, name: str, source: Layout, destination: Layout, fast: bool) -> list[Call]:
         """Ranks that a receiver shares a process with leave their part to it."""

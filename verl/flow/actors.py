@@ -29,6 +29,8 @@ from verl.flow.devices import Device, DeviceGroup
 
 CPU_SHARE = 0.25  # of a core, reserved for one CPU process: four small models sample on one core, and no cluster is overbooked
 PLACE_S, CALL_S = 300.0, 600.0  # the longest waits for room in the cluster, and for an answer
+STARTS = 3  # attempts to start Ray, which a busy machine may need
+GRACE_S = 1.0  # between an error and the news that a process has died
 _NAMESPACE = "verl"
 _TICKETS = count(1)
 
@@ -257,15 +259,28 @@ def broadcast(actors: Sequence[Actor], name: str, *args: Any) -> list[Call]:
 
 
 def gather(calls: Sequence[Call], deadline_s: float = CALL_S) -> list[Any]:
-    """Results of all calls, in their order. The first error is raised as soon as it is there, whatever the others do."""
+    """Results of all calls, in their order. The first error is raised as soon as it is there, whatever the others do: where a
+    process has died, its death, and not what another one saw of it."""
     until, results = time.monotonic() + deadline_s, {}
     waiting = {call.ref: call for call in calls}
     while waiting:
         done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(until - time.monotonic(), 0))
         for ref in done or list(waiting):
             call = waiting.pop(ref)
-            results[ref] = call.actor._get(ref, deadline_s if done else 0.0, call.name)
+            try:
+                results[ref] = call.actor._get(ref, deadline_s if done else 0.0, call.name)
+            except VerlError as error:
+                raise _death(waiting) or error from None
     return [results[call.ref] for call in calls]
+
+
+def _death(waiting: Mapping[ray.ObjectRef, Call]) -> VerlError | None:
+    """The error of a process among these that has just died."""
+    done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_S) if waiting else ((), ())
+    for ref in done:
+        with contextlib.suppress(VerlError):
+            waiting[ref].actor._get(ref, GRACE_S, waiting[ref].name)
+    return next((call.actor.dead for call in waiting.values() if call.actor.dead is not None), None)
 
 
 def _reason(error: RayError) -> str:
@@ -286,8 +301,16 @@ class Cluster:
         if not ray.is_initialized():
             self.owned = "RAY_ADDRESS" not in os.environ
             os.environ.setdefault("RAY_worker_niceness", "0")  # the work is done in the workers
-            where = {"include_dashboard": False} if self.owned else {"address": os.environ["RAY_ADDRESS"]}
-            ray.init(**where, log_to_driver=False, logging_level="ERROR")
+            where = {"address": "local", "include_dashboard": False} if self.owned else {"address": os.environ["RAY_ADDRESS"]}
+            for left in reversed(range(STARTS)):
+                try:
+                    ray.init(**where, log_to_driver=False, logging_level="ERROR")
+                    return
+                except Exception as error:  # Ray has no type of its own for these; it gives a node half a minute to start
+                    ray.shutdown()
+                    if not left:
+                        raise WorkerError(f"Ray could not be {'started' if self.owned else 'joined at ' + where['address']}: "
+                                          f"{_first_line(error)}") from error
 
     @property
     def address(self) -> str:

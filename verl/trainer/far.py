@@ -120,21 +120,24 @@ def load_far(config: RunConfig, role: str, value_head: bool, score_head: bool, d
 def make_engine(config: RunConfig, role: str, total_updates: int | None, value_head: bool, score_head: bool, compiled: bool,
                 device: torch.device) -> TrainEngine:
     """In a rank's process: its engine. total_updates None: it only scores."""
-    trainer, lm = config.trainer, load_far(config, role, value_head, score_head, device)
+    trainer, actor = config.trainer, config.model.actor
+    spread = role == "actor" and bool(actor.megatron)
+    if spread:
+        from verl.engine.megatron import MegatronEngine, outline
+        lm: LM = outline(actor.model_name_or_path, actor.dtype, device)
+    else:
+        lm = load_far(config, role, value_head, score_head, device)
     if total_updates is None:
         for parameter in lm.module.parameters():
             parameter.requires_grad_(False)
-    if compiled and lm.native and device.type == "cuda":
+    if compiled and lm.native and not spread and device.type == "cuda":
         compile_for_training(lm)
     optim: OptimConfig | None = trainer.optim if total_updates is not None else None
     arguments = (lm, trainer.sampling.temperature, optim, total_updates or 1, trainer.micro_batch_tokens, value_head,
                  trainer.memory)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    actor = config.model.actor
-    if role == "actor" and actor.megatron:
-        from verl.engine.megatron import MegatronEngine
+    if spread:
         return MegatronEngine(*arguments, actor.megatron, dist.group.WORLD)
-    if ranks > 1:
+    if dist.get_world_size() > 1:
         from verl.engine.fsdp import FsdpEngine
         return FsdpEngine(*arguments, actor.fsdp_config.sharding_strategy, dist.group.WORLD)
     return TrainEngine(*arguments)

@@ -21,6 +21,7 @@ from verl.models import context_length, load_tokenizer
 from verl.models.reward_model import RewardModel
 from verl.rewards.build import build_rewards
 from verl.rewards.function import load_function
+from verl.rewards.model import ModelSource
 from verl.rewards.scorer import Scorer
 from verl.trainer import hybrid, offline, online_preference, pipeline, rl
 from verl.trainer.config import ModelConfig, RunConfig, TrainerConfig
@@ -169,7 +170,7 @@ def build_composition(config: RunConfig, rewards: Any = None):
         sources = [load_object(role.implementation, "model.reward_model.class")(role)]
     if not sources and "reward_model" in placed.far:
         from verl.trainer.far import FarRewardModel
-        sources = [FarRewardModel(role, placed.far["reward_model"])]
+        sources = [ModelSource(FarRewardModel(role, placed.far["reward_model"]))]
     elif not sources and role.model_name_or_path:
         sources = [RewardModel(role.model_name_or_path, device=device, dtype=role.dtype,
                                trust_remote_code=role.trust_remote_code)]
