@@ -4,6 +4,7 @@ The parent imports everything once and forks the ranks. Each world's results lie
 what each rank returned.
 """
 
+import ctypes
 import json
 import multiprocessing
 import sys
@@ -275,6 +276,8 @@ def square_scores(x):
 
 def everything(rank, folder):
     """All checks of a world, one after another; a check that raises says so on the rank that did."""
+    if sys.platform == "linux":  # a rank ends with the process that forked it (PR_SET_PDEATHSIG, SIGKILL)
+        ctypes.CDLL(None).prctl(1, 9)
     ranks = dist.get_world_size()
     plan = {case: (same_training, case, folder) for case in {1: IN_ONE, 2: CASES, 4: IN_FOUR}[ranks]}
     if ranks == 1:
