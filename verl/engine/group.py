@@ -77,7 +77,8 @@ class TrainRank:
         lm = self.engine.lm
         frozen = {n for n, p in lm.module.named_parameters() if not p.requires_grad}
         return {"version": self.engine.version, "device": self.device, "path": lm.path, "stop_ids": lm.stop_ids,
-                "context": lm.context, "native": lm.native, "why_not": lm.why_not, "dtype": lm.dtype, "frozen": frozen,
+                "context": lm.context, "native": lm.native, "why_not": lm.why_not, "frozen": frozen,
+                "dtype": getattr(self.engine, "dtype", lm.dtype),
                 "lora": getattr(lm.module, "verl_lora", None), "gpu": gpu_id(self.device)}
 
     # -- its part in loads -------------------------------------------------------------------------------------------

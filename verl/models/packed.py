@@ -140,16 +140,18 @@ class Packed:
         total = self.lengths + self.before
         area = self.lengths * total
         groups: list[list[int]] = []
-        for segment in np.lexsort((self.before, self.lengths)):
-            if self.lengths[segment] == 0:
+        widest = covered = 0  # of the last group: most keys, real area
+        order = np.lexsort((self.before, self.lengths))  # shortest first: the newest segment has the most queries
+        for segment, length, keys in zip(order.tolist(), self.lengths[order].tolist(), total[order].tolist()):
+            if length == 0:
                 continue
-            if groups:
-                group = [*groups[-1], segment]
-                padded = len(group) * self.lengths[group].max() * total[group].max()
-                if padded <= max(1.5 * area[group].sum(), 65536):
-                    groups[-1] = group
-                    continue
-            groups.append([segment])
+            wide, real = max(widest, keys), covered + area[segment]
+            if groups and (len(groups[-1]) + 1) * length * wide <= max(1.5 * real, 65536):
+                groups[-1].append(segment)
+                widest, covered = wide, real
+            else:
+                groups.append([segment])
+                widest, covered = keys, area[segment]
         place_N, offset, buckets = np.empty(len(self), np.int64), 0, []
         for group in groups:
             bucket, real_BL, query_BL = self._bucket(np.array(group))

@@ -50,6 +50,7 @@ class Sampler:
     known: dict[tuple[int, int], Sample] = field(default_factory=dict)
     finished: dict[tuple[int, int], Sample] = field(default_factory=dict)
     loaded: int | None = None  # version in force
+    sent: set[int] = field(default_factory=set)  # every version that was
 
     def load(self, weights: Weights) -> None:
         """Put these weights in force for every sample until the next load; the version in force is not sent again."""
@@ -59,6 +60,7 @@ class Sampler:
         if receipt.version != weights.version:
             raise WeightsError(f"the rollout engine answers with version {receipt.version}, the trainer sent {weights.version}")
         self.loaded = weights.version
+        self.sent.add(weights.version)
 
     def sample(self, tasks: Sequence[Task], places: Sequence[int], n: int, sampling: Sampling,
                purpose: str = "train") -> list[Group]:
@@ -104,9 +106,17 @@ class Sampler:
         return Request(str(attempt.place), attempt.group.prompt_ids, seeds)
 
     def take(self, attempt: Attempt, index: int, sample: Sample) -> None:
-        """A sample that the engine has ended: to the scorer and into the journal. What was aborted goes nowhere."""
+        """A sample that the engine has ended: to the scorer and into the journal. What was aborted goes nowhere.
+
+        Raises WeightsError for a token of a version that this trainer never sent: nothing may be trained on unknown weights.
+        """
         if sample.finish is Finish.ABORT:
             return
+        unknown = set(sample.versions_L.tolist()) - self.sent
+        if unknown and attempt.purpose == "train":
+            raise WeightsError(f"a sample for prompt {attempt.place} carries weights of version {min(unknown)}, which the trainer "
+                               f"never sent (the last ones: {sorted(self.sent)[-3:]}); the rollout engine has to stamp every token "
+                               "(Sample.versions_L) with the version of the load_weights that was in force")
         number = attempt.numbers[index]
         self._put(attempt, number, sample)  # first: what a new journal begins with must not miss it
         if attempt.purpose == "train" and self.on_finished is not None:
