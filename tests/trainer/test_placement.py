@@ -207,6 +207,20 @@ def test_a_rank_that_dies_ends_the_run_with_its_name_and_the_same_command_resume
 
 @RAY
 @pytest.mark.timeout(1200)
+def test_a_critic_and_a_reward_model_elsewhere_change_no_number(folder, cluster):
+    ppo = ("trainer.algorithm=ppo", "trainer.rewards=[]", "trainer.steps=2", "model.critic.model_name_or_path=./model",
+           "model.reward_model.model_name_or_path=./model")
+    here = Training(folder, None, "ppo_here", *ppo)
+    away = Training(folder, cluster[0], "ppo_away", *ppo, "trainer.placement={critic: second/cpu*1, reward_model: cpu*2}")
+    for training in (here, away):
+        assert training.finish() == 0, training.output
+    for name in ("reward", "kl"):
+        assert dict(curve(away.run, name)) == pytest.approx(dict(curve(here.run, name)), rel=1e-3, abs=1e-6)
+    assert like(away.run, here.run) and len(away.pids("critic")) == 1
+
+
+@RAY
+@pytest.mark.timeout(1200)
 def test_a_node_that_dies_costs_its_workers_and_the_run_goes_on(folder, cluster, reference):
     training = Training(folder, cluster[0], "node", "trainer.placement={rollout: first/cpu*1+second/cpu*2}", *SLOW)
     training.until_saved()

@@ -207,7 +207,8 @@ def update(run: Run, parts: Parts, algo: Hybrid, policy: TrainEngine, ref: Refer
     """
     total, logs = rl.UpdateLog(), {part.task.name: rl.UpdateLog() for part in parts}
     cuts = run.config.updates_per_step // run.config.update_epochs
-    measure = bool(algo.grad_norm_every) and (run.step + 1) % algo.grad_norm_every == 0
+    due = bool(algo.grad_norm_every) and (run.step + 1) % algo.grad_norm_every == 0
+    measure = due and policy.optimizer is not None  # gradients of ranks elsewhere stay with them
     apart = critic if critic is not policy else None
     ended: set[str] = set()  # tasks that moved far enough from their samples
     for epoch in range(run.config.update_epochs):
