@@ -234,5 +234,17 @@ def biased(rank, path):
 
 
 def test_a_llama_with_other_biases_is_refused(tmp_path):
-    (message, error), = run_world(1, biased, str(model_dir(tmp_path / "model", attention_bias=True)))
+    (message, error), = run_world(1, biased, str(model_dir(tmp_path / "model", attention_bias=True)), limit_s=280)
     assert error is None and "self_attn.linear_qkv.bias is in the model and not in its counterpart" in message
+
+
+def without_gpu(rank, path):
+    with pytest.raises(ConfigError) as caught:
+        MegatronEngine(outline(path))
+    return str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_what_trains_there(tmp_path):
+    (message, error), = run_world(1, without_gpu, str(model_dir(tmp_path / "model")), limit_s=280)
+    assert error is None and "this rank has none" in message and "FSDP trains on CPUs" in message

@@ -55,6 +55,11 @@ def join_grid(tensor: int, pipeline: int, device: torch.device) -> Place:
                           f"{tensor * pipeline} ranks, there are {dist.get_world_size()}; change trainer.placement or the sizes")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # the first from a build of torch without CUDA
+        raise ConfigError(f"Megatron-Core computes on NVIDIA GPUs and this rank has none ({error}); leave "
+                          "model.actor.megatron out: FSDP trains on CPUs as well") from error
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
         if device.type == "cuda":  # sequence-parallel regions enter this generator's state, though nothing here draws from it
