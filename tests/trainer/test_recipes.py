@@ -22,9 +22,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from verl.data import as_tasks
+from verl.data import RLDataLoader, as_tasks
 from verl.models import load_lm
 from verl.models.reward_model import RewardModel
+from verl.rewards.function import load_function
+from verl.trainer import RLTrainer
+from verl.trainer.config import load_run
+from verl.trainer.sampler import from_record, to_record
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = ["trainer.rollout_batch_size=8", "trainer.optim.lr=3e-3", "trainer.report_to=[]"]
@@ -140,6 +144,23 @@ def test_other_architectures_run_grpo(tmp_path, kind, engine):
     assert len(curve(tmp_path / "out")) == 3
     gaps = [v for _, v in curve(tmp_path / "out", "sampling/sampling_logp_difference/max")]
     assert len(gaps) == 3 and max(gaps) < 1e-3, gaps
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_experts_that_sampled_are_trained_and_survive_the_journal(tmp_path, engine):
+    """Three GRPO steps of a tiny mixture; what the journal keeps of a sample brings its experts back."""
+    (tmp_path / "look.py").write_text("SEEN = []\n\n\nclass Look:\n    def on_samples(self, step, groups):\n"
+                                      "        SEEN.extend(s for g in groups for s in g.samples)\n")
+    config = load_run(str(workspace(tmp_path)), [f"trainer.output_dir={tmp_path}/out", "trainer.steps=3", "data.eval=null",
+                                                 f"trainer.rollout.engine={engine}", "trainer.callbacks=[look.py:Look]"]).config
+    torch.manual_seed(0)
+    replaced(tmp_path, OTHERS["mixtral"]())
+    RLTrainer(config.trainer, RLDataLoader(config.data), config.model).train()
+    look = load_function(config.trainer.callbacks[0], config.trainer.base_dir, "trainer.callbacks")
+    seen = sys.modules[look.__module__].SEEN
+    assert seen and all(s.experts is not None and (s.experts[:-1] >= 0).all() for s in seen)
+    again = from_record(to_record("", 0, 0, seen[0]))
+    assert (again.experts == seen[0].experts).all() and again.experts.dtype == np.int16
 
 
 def test_an_encoder_decoder_runs_three_steps_unpacked(tmp_path):

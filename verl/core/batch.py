@@ -28,6 +28,8 @@ class Batch:
     group_S: np.ndarray  # int64, which sequences are compared with each other
     rollout_logprobs_T: np.ndarray | None = None  # of the sampler, at sampling time
     versions_T: np.ndarray | None = None  # int32
+    experts_T: np.ndarray | None = None  # int16 [T, layers, k], chosen at sampling; -1: the router's own choice
+    prompt_experts: list[np.ndarray] | None = None  # the same for each prompt's tokens
     old_logprobs_T: np.ndarray | None = None  # of the policy before this batch's first update
     ref_logprobs_T: np.ndarray | None = None
     values_T: np.ndarray | None = None  # critic, before the update
@@ -71,6 +73,9 @@ class Batch:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in ("prompts", "prompt_S") or value is None:
+                continue
+            if f.name == "prompt_experts":
+                columns[f.name] = [value[p] for p in used]
                 continue
             columns[f.name] = value[tokens] if f.name.endswith("_T") else value[rows]
         return replace(self, prompts=[self.prompts[p] for p in used], prompt_S=prompt_S.astype(np.int64), **columns)
@@ -133,6 +138,7 @@ def from_groups(groups: Sequence[Group]) -> Batch:
         return np.concatenate([np.asarray(p, dtype) for p in parts]) if parts else np.zeros(0, dtype)
 
     owner = np.repeat(np.arange(len(groups)), counts).astype(np.int64)
+    experts_T, prompt_experts = _experts(groups)
     return Batch(
         prompts=[np.asarray(g.prompt_ids, np.int32) for g in groups],
         prompt_S=owner,
@@ -143,6 +149,22 @@ def from_groups(groups: Sequence[Group]) -> Batch:
         group_S=owner.copy(),
         rollout_logprobs_T=cat([s.logprobs_L for s in samples], np.float32),
         versions_T=cat([s.versions_L for s in samples], np.int32),
+        experts_T=experts_T, prompt_experts=prompt_experts,
         rewards_S=np.array([np.nan if s.score is None else s.score for s in samples], np.float64),
         truncated_S=np.array([s.truncated for s in samples], bool),
     )
+
+
+def _experts(groups: Sequence[Group]) -> tuple[np.ndarray | None, list[np.ndarray] | None]:
+    """Recorded experts of the samples' tokens and of the prompts', -1 where they are not known; None when nowhere."""
+    known = next((s.experts for g in groups for s in g.samples if s.experts is not None), None)
+    if known is None:
+        return None, None
+    own, prompts = [], []
+    for group in groups:
+        n = len(group.prompt_ids)
+        nothing = np.full((n + max((len(s) for s in group.samples), default=0), *known.shape[1:]), -1, np.int16)
+        rows = [nothing[:n + len(s)] if s.experts is None else s.experts for s in group.samples]
+        own += [row[n:] for row in rows]
+        prompts.append(next((s.experts[:n] for s in group.samples if s.experts is not None), nothing[:n]))
+    return np.concatenate(own), prompts

@@ -106,6 +106,7 @@ class Sample:
     finish: Finish
     seed: int
     mask_L: np.ndarray | None = None  # None: all chosen by the policy
+    experts: np.ndarray | None = None  # int16 [prompt + L, layers, k]: those a mixture-of-experts sampler used; -1: not known
     stop_reason: int | str | None = None  # the id or string that ended it
     text: str = ""
     rewards: dict[str, RewardResult] = field(default_factory=dict)  # by source name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from verl.core.weights import Receipt, Weights
 from verl.engine.base import OnSample, RolloutEngine
 from verl.engine.native.sampler import sample
 from verl.engine.requests import StopRule, check_newer, check_requests, ignored_defaults, sampling_line
-from verl.models import attention
+from verl.models import attention, routing
 from verl.models.lm import LM
 
 log = logging.getLogger("verl")
@@ -125,6 +125,10 @@ class _Run:
         for b, row in enumerate(self.rows):
             ids_BL[b, longest - len(row.prompt_ids):] = row.prompt_ids
             mask_BL[b, longest - len(row.prompt_ids):] = 1
+        with routing.record(self.lm.module) if self.lm.mixture else nullcontext() as self.routes:
+            self._generate(ids_BL, mask_BL)
+
+    def _generate(self, ids_BL: np.ndarray, mask_BL: np.ndarray) -> None:
         self.lm.module.generate(
             torch.from_numpy(ids_BL).to(self.lm.device), attention_mask=torch.from_numpy(mask_BL).to(self.lm.device),
             generation_config=GenerationConfig(
@@ -162,9 +166,19 @@ class _Run:
 
     def _end(self, row: _Row, finish: Finish, reason: int | str | None) -> None:
         row.sample = Sample(np.array(row.ids, np.int32), np.array(row.logprobs, np.float32),
-                            np.full(len(row.ids), self.version, np.int32), finish, row.seed, stop_reason=reason)
+                            np.full(len(row.ids), self.version, np.int32), finish, row.seed, stop_reason=reason,
+                            experts=self._experts(row) if self.lm.mixture and row.ids else None)
         if self.on_sample is not None:
             self.on_sample(row.key, row.index, row.sample)
+
+
+    def _experts(self, row: _Row) -> np.ndarray:
+        """Those of the row's prompt (the first forward) and of its tokens, which each went into the next one."""
+        b, n = self.rows.index(row), len(row.prompt_ids)
+        prompts = routing.stacked(self.routes, 0)
+        prompt = prompts.reshape(len(self.rows), -1, *prompts.shape[1:])[b, -n:]
+        own = [routing.stacked(self.routes, i)[b] for i in range(1, len(row.ids))]
+        return routing.of_sample(prompt, np.stack([*own, prompt[-1]]))
 
 
 class _Draw(LogitsProcessor):

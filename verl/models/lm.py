@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from verl.models import routing
 from verl.models.attention import AttentionMeta
 from verl.models.head import HeadSpec, shape_logits, token_logprobs
 from verl.models.packed import Packed
@@ -50,6 +51,8 @@ class LM:
     value_head: nn.Linear | None = None  # float32, on the last hidden state
     score_head: nn.Linear | None = None  # the same for a reward model; no bias, as in transformers' sequence classifiers
     stop_ids: tuple[int, ...] = ()
+    mixture: bool = False  # of experts: its routers obey routing.py
+    replays: bool = False  # a policy whose training chooses the experts that sampled
 
     @property
     def config(self):
@@ -73,7 +76,7 @@ class LM:
         module = copy.deepcopy(self.module)
         names = {m: name for name, m in self.module.named_modules()}
         layers = [replace(layer, module=module.get_submodule(names[layer.module])) for layer in self.layers]
-        return replace(self, module=module, layers=layers, value_head=None, score_head=None)
+        return replace(self, module=module, layers=layers, value_head=None, score_head=None, replays=False)
 
     def hidden(self, ids_N: torch.Tensor, positions_N: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """Last hidden states [N, D] of N tokens in any layout `meta` understands."""
@@ -115,6 +118,8 @@ class LM:
         return out
 
     def _states(self, packed: Packed) -> torch.Tensor:
+        if self.mixture:
+            routing.replay(self.module, packed.experts_NLK if self.replays else None)
         if self.native:
             return self.hidden(packed.ids_N, packed.positions_N, packed)
         if self.module.config.is_encoder_decoder:
@@ -132,6 +137,8 @@ class LM:
                 continue
             seen.add(parent)
             place = torch.from_numpy(index).to(self.device)
+            if self.replays and packed.experts_NLK is not None:
+                routing.replay(self.module, packed.experts_NLK[place])
             hidden = self.module.base_model(input_ids=packed.ids_N[place][None], use_cache=False).last_hidden_state[0]
             places.append(place[skip:])
             pieces.append(hidden[skip:])

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from verl.core.errors import ModelError
-from verl.models import seq2seq
+from verl.models import routing, seq2seq
 from verl.models.head import HeadSpec
 from verl.models.lm import LM
 from verl.models.prove import prove
@@ -89,6 +89,7 @@ def bind(module, tokenizer, path: str = "", lora: LoraConfig | None = None, stri
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     head = HeadSpec(rows=used, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
     lm = LM(module=module, tokenizer=tokenizer, path=path, head=head, stop_ids=stop_ids(module, tokenizer))
+    lm.mixture = routing.prepare(module)
     if module.config.is_encoder_decoder:
         seq2seq.prove(lm)
     else:

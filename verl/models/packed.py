@@ -85,6 +85,10 @@ class Packed:
         self.positions_N = self._to(within_N + np.repeat(self.before, self.lengths))
         self.source_T = self._to(np.maximum(source_T, 0))
         self.targets_T = self._to(batch.ids_T.astype(np.int64))
+        self.experts_NLK = None  # recorded choices of a mixture-of-experts sampler
+        if batch.experts_T is not None:
+            own = batch.experts_T[index_T < own_S[sequence_T]]
+            self.experts_NLK = self._to(np.concatenate([*batch.prompt_experts, own]).astype(np.int64))
         fused = varlen_attn is not None and self.device.type == _FUSED_DEVICE and self.starts[-1] > 0
         self.fused = self._fused_layout() if fused else None
         self.last_S = self._to(np.where(batch.lengths_S > 0, first_S + own_S - 1, prompt_last_S)) if keep_last else None

@@ -127,6 +127,7 @@ def make_engine(config: RunConfig, role: str, total_updates: int | None, value_h
         lm: LM = outline(actor.model_name_or_path, actor.dtype, device)
     else:
         lm = load_far(config, role, value_head, score_head, device)
+        lm.replays = role == "actor"
     if total_updates is None:
         for parameter in lm.module.parameters():
             parameter.requires_grad_(False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +32,7 @@ class Reference:
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Float32 [T] nats, at the run's temperature."""
+        batch = replace(batch, experts_T=None, prompt_experts=None)  # it chooses its own
         if not self.adapters_off:
             return self.engine.logprobs(batch)
         with self.engine.lm.adapters_off():
@@ -105,6 +105,7 @@ def _bind(config: RunConfig, total_updates: int, notes: list[str], given: dict[s
             actor.value_head = None
         if scores:
             actor.add_score_head(trainer.seed)
+        actor.replays = True
         policy = TrainEngine(actor, *arguments, shared_critic, trainer.memory)
         if compiled and actor.native:
             compile_for_training(actor)
@@ -151,9 +152,7 @@ def build_reference(config: RunConfig, actor: LM, given: LM | None, placed: Plac
     if given is None and hasattr(actor.module, "verl_lora"):
         return Reference(TrainEngine(actor, temperature, token_budget=budget), adapters_off=True)
     if given is None or given is actor:
-        given = copy.copy(actor)
-        given.module = copy.deepcopy(actor.module)
-        given.value_head = None
+        given = actor.copy()
     for parameter in given.module.parameters():
         parameter.requires_grad_(False)
     return Reference(TrainEngine(given, temperature, token_budget=budget), adapters_off=False)
@@ -193,6 +192,9 @@ def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, not
     if name == "native" and not actor.native:
         raise ConfigError(f"trainer.rollout.engine: native cannot run {actor.config.model_type}: {actor.why_not}; set it to hf")
     if name == "native":
+        if actor.mixture and actor.device.type == "cuda":
+            notes.append("the built-in engine does not record experts on a GPU, training chooses them anew; trainer.rollout.engine: hf "
+                         "records them but is slower")
         return ROLLOUTS[name](actor, native_config(config, actor, longest_prompt, compiled))
     if name == "vllm":
         return vllm_engine(config, actor.path, str(actor.dtype).removeprefix("torch."))

@@ -148,13 +148,14 @@ def to_record(task: str, place: int, number: int, sample: Sample) -> dict[str, A
     """A finished sample as the journal keeps it; `task`: of a mixture, else ""."""
     return {"task": task, "place": place, "number": number, "seed": sample.seed, "finish": str(sample.finish),
             "stop_reason": sample.stop_reason, "ids": sample.ids_L, "logprobs": sample.logprobs_L, "versions": sample.versions_L,
-            "mask": sample.mask_L}
+            "mask": sample.mask_L, "experts": sample.experts}
 
 
 def from_record(record: dict[str, Any]) -> Sample:
     return Sample(np.asarray(record["ids"], np.int32), np.asarray(record["logprobs"], np.float32),
                   np.asarray(record["versions"], np.int32), Finish(record["finish"]), record["seed"],
-                  np.asarray(record["mask"], bool), record["stop_reason"])
+                  np.asarray(record["mask"], bool), None if record["experts"] is None else np.asarray(record["experts"], np.int16),
+                  record["stop_reason"])
 
 
 def completion_metrics(groups: Sequence[Group]) -> dict[str, float]:

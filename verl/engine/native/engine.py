@@ -20,6 +20,7 @@ from verl.engine.native import pool, sampler
 from verl.engine.native.config import NativeConfig
 from verl.engine.native.plain import Drawn, PlainRunner
 from verl.engine.native.scheduler import Prompt, Scheduler, Sequence
+from verl.models import routing
 
 
 class NativeEngine(RolloutEngine):
@@ -264,6 +265,13 @@ class _Run:
         if sequence.n == self.sampling.max_tokens:
             self._end(sequence, Finish.LENGTH)
 
+    def _experts(self, sequence: Sequence) -> np.ndarray | None:
+        prompt, own, n = sequence.prompt.experts, sequence.experts, sequence.n
+        if prompt is None or not n:
+            return None
+        blank = np.full((n, *prompt.shape[1:]), routing.NOT_COMPUTED, np.int16)
+        return routing.of_sample(prompt, blank if own is None else own[:n])
+
     def _reason(self, ids_L: np.ndarray) -> int | str | None:
         last = int(ids_L[-1])
         if last in self.ends:
@@ -278,7 +286,8 @@ class _Run:
         self.scheduler.finish(sequence, finish, reason)
         n = sequence.n
         sample = Sample(ids_L=sequence.ids[:n].copy(), logprobs_L=sequence.logprobs[:n].copy(),
-                        versions_L=sequence.versions[:n].copy(), finish=finish, seed=sequence.seed, stop_reason=reason)
+                        versions_L=sequence.versions[:n].copy(), finish=finish, seed=sequence.seed, stop_reason=reason,
+                        experts=self._experts(sequence))
         if self.results:
             self.results[sequence.request][sequence.index] = sample
         name = self.keys[sequence.request]

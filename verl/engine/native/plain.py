@@ -9,7 +9,8 @@ import torch
 
 from verl.core.types import Sampling
 from verl.engine.native.sampler import sample
-from verl.engine.native.scheduler import Decode, Prefill, Segment, Sequence
+from verl.engine.native.scheduler import Decode, Prefill, Prompt, Segment, Sequence
+from verl.models import routing
 from verl.models.attention import AttentionSpec, masked_attention
 from verl.models.lm import LM
 
@@ -116,7 +117,10 @@ class PlainRunner:
         distance_BM = position_B[:, None] - np.arange(key_BM.shape[1])
         meta = PlainMeta(self._tensor(self.slots_SM[rows_B, position_B]), None, None,
                          self._tensor(np.where(distance_BM >= 0, key_BM, 0)), self._tensor(distance_BM[:, None]))
-        hidden_BD = self.lm.hidden(self._tensor(ids_B), self._tensor(position_B), meta)
+        hidden_BD, experts_BLK = self._forward(self._tensor(ids_B), self._tensor(position_B), meta)
+        if experts_BLK is not None:
+            for s, chosen in zip(step.sequences, experts_BLK):
+                _keep(s, len(s.ids), s.n - 1, chosen[None])
         return self._draw(step.sequences, self.lm.logits(hidden_BD), index_B)
 
     def _prefill(self, step: Prefill) -> Drawn | None:
@@ -151,12 +155,30 @@ class PlainRunner:
                          self._tensor(np.flatnonzero(real_BL)), self._tensor(key_BM),
                          self._tensor(position_BL[:, :, None] - m))
         ids_N = self._tensor(np.concatenate([s.ids for s in segments]).astype(np.int64))
-        hidden_ND = self.lm.hidden(ids_N, self._tensor(position_BL[real_BL]), meta)
+        hidden_ND, experts_NLK = self._forward(ids_N, self._tensor(position_BL[real_BL]), meta)
+        if experts_NLK is not None:
+            for s, first in zip(segments, first_B):
+                holder = s.sequence if s.sequence is not None else s.prompt
+                _keep(holder, len(holder.ids), s.start, experts_NLK[first:first + s.count])
         for segment, end in zip(segments, first_B + count_B):
             if segment.sequence is None and segment.start + segment.count == len(segment.prompt.ids):
                 segment.prompt.hidden = hidden_ND[end - 1].clone()
+
+    def _forward(self, ids_N: torch.Tensor, position_N: torch.Tensor, meta) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Hidden states, and of a mixture the experts that made them."""
+        if not self.lm.mixture:
+            return self.lm.hidden(ids_N, position_N, meta), None
+        with routing.record(self.lm.module) as routes:
+            return self.lm.hidden(ids_N, position_N, meta), routing.stacked(routes)
 
     def _draw(self, sequences: list[Sequence], logits_BV: torch.Tensor, index_B: np.ndarray) -> Drawn:
         seeds_B = self._tensor(np.array([s.seed for s in sequences], np.int64))
         ids_B, logprobs_B = sample(logits_BV, self.sampling, seeds_B, self._tensor(index_B), self.ends)
         return Drawn(sequences, ids_B[None].cpu(), logprobs_B[None].float().cpu())
+
+
+def _keep(holder: Prompt | Sequence, room: int, start: int, chosen_NLK: np.ndarray) -> None:
+    """Experts of some tokens of a prompt or a sequence."""
+    if holder.experts is None:
+        holder.experts = np.full((room, *chosen_NLK.shape[1:]), routing.NOT_COMPUTED, np.int16)
+    holder.experts[start:start + len(chosen_NLK)] = chosen_NLK

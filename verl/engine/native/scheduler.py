@@ -25,6 +25,7 @@ class Prompt:
     pages: list[int] = field(default_factory=list)
     stored: int = 0
     holders: int = 0
+    experts: np.ndarray | None = None  # [tokens, layers, k] of a mixture, where the runner records them
     hidden: object = None  # hidden state of its last token: the runner's, for the first token of late samples
 
 
@@ -43,6 +44,7 @@ class Sequence:
     sampled: int = 0
     stored: int = 0  # own tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
+    experts: np.ndarray | None = None  # of own tokens, as in Prompt
     slot: int = -1  # row in the runner's tables while admitted
     finish: Finish | None = None
     stop_reason: int | str | None = None
