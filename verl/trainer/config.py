@@ -196,6 +196,13 @@ class TrainedRoleConfig(RoleConfig):
     megatron: dict[str, int] = option({}, "train with Megatron-Core: {tensor: 2, pipeline: 2}")
     use_flash_attn: bool = option(False, "ask for flash attention; results do not depend on it")
 
+    def __post_init__(self):
+        if wrong := [key for key in self.megatron if key not in ("tensor", "pipeline")]:
+            raise ConfigError(f"megatron: {wrong[0]!r} is not known; allowed: tensor, pipeline (sequence parallel follows tensor)")
+        if self.megatron and self.lora.rank:
+            raise ConfigError(f"megatron: {self.megatron} trains all weights, but lora.rank is {self.lora.rank}; leave one out "
+                              "(use_fsdp shards a model with adapters)")
+
 
 @dataclass(slots=True)
 class ModelConfig:

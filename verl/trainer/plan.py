@@ -89,8 +89,7 @@ def _fallbacks(config: RunConfig, machine: Machine, sharded: bool) -> list[str]:
         out.append(f"model.actor.use_fsdp: one process trains, so nothing is sharded ({actor.fsdp_config.sharding_strategy} is "
                    "read and has no effect)")
     if actor.megatron and not sharded:
-        out.append(f"model.actor.megatron: {actor.megatron} needs as many GPUs, or trainer.placement such as {{actor: cpu*4}}; "
-                   "one process trains with verl's own engine")
+        out.append(f"model.actor.megatron: {actor.megatron} needs as many GPUs; one process trains with verl's own engine")
     if actor.use_flash_attn and not machine.flash_attention:
         out.append("model.actor.use_flash_attn: no fused attention here; the exact CPU attention runs instead")
     return out

@@ -193,8 +193,8 @@ def build_rollout(config: RunConfig, actor: LM, given: RolloutEngine | None, not
         raise ConfigError(f"trainer.rollout.engine: native cannot run {actor.config.model_type}: {actor.why_not}; set it to hf")
     if name == "native":
         if actor.mixture and actor.device.type == "cuda":
-            notes.append("the built-in engine does not record experts on a GPU, training chooses them anew; trainer.rollout.engine: hf "
-                         "records them but is slower")
+            notes.append("the built-in engine does not record experts on a GPU, training chooses them anew; set "
+                         "trainer.rollout.engine: hf to record them (slower)")
         return ROLLOUTS[name](actor, native_config(config, actor, longest_prompt, compiled))
     if name == "vllm":
         return vllm_engine(config, actor.path, str(actor.dtype).removeprefix("torch."))
