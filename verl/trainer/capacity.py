@@ -61,10 +61,14 @@ def job_of(config: RunConfig, shapes: Shapes, memory: float, gpu: bool = True, p
     longest = prompt + t.sampling.max_tokens * (group if pairs else 1)
     steps = steps if steps is not None else t.steps
     sizes = (memory, gpu, s.hidden, s.inner, s.layers, width)
+    whole = t.rollout_batch_size * (prompt + group * t.sampling.max_tokens)  # a step's tokens: no micro-batch has more
+
+    def micro(training: bool) -> int:
+        return max(min(t.micro_batch_tokens or token_budget(*sizes, training=training), whole), longest)
+
     return Job(
         actor=s, trained=s.lora(rank) if rank else s.parameters, prompts=t.rollout_batch_size, group=group, prompt=prompt,
-        response=t.sampling.max_tokens, micro=max(t.micro_batch_tokens or token_budget(*sizes, training=True), longest),
-        score=max(t.micro_batch_tokens or token_budget(*sizes, training=False), longest), critic=shapes.critic,
+        response=t.sampling.max_tokens, micro=micro(True), score=micro(False), critic=shapes.critic,
         values=algo.needs_critic, reference=shapes.reference, referenced=algo.needs_reference, reward=shapes.reward,
         online=algo.online, updates=t.updates_per_step, epochs=t.update_epochs, width=width,
         kv_width=1 if t.rollout.kv_cache_dtype == "fp8" and gpu else 2 if t.rollout.kv_cache_dtype == "bf16" else width,

@@ -118,7 +118,7 @@ def plan_text(plan: Plan) -> list[str]:
                                                                 ("output layer", s.head)) if n)
     trained = f"{job.trained / 1e6:,.1f}M of adapters trained" if job.lora else "all trained"
     lines = [f"plan for {plan.devices} ({device.memory / GIB:.1f} GiB, matrix products {device.matmul / 1e12:,.3g} "
-             f"TFLOP/s, copies {device.copy / 1e9:,.3g} GB/s)",
+             f"TFLOP/s, copies {device.copy / 1e9:,.0f} GB/s)",
              f"model: {s.parameters / 1e9:.2f}B parameters ({counts}), {trained}", *layout.lines,
              f"a step: {job.prompts} x {job.group} answers of {job.response} tokens behind prompts of {job.prompt}; micro-batches "
              f"of {job.micro:,} tokens{', activations recomputed' * job.checkpoint}{', optimizer in main memory' * job.offload}"]
