@@ -80,7 +80,7 @@ class Tasks:
         for sampler in samplers[:1]:
             sampler.load(weights)
         for sampler in samplers[1:]:
-            sampler.loaded = weights.version
+            sampler.told(weights.version)
 
     def sleep(self) -> None:
         """The samplers' cache is the trainer's memory now."""

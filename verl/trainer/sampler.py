@@ -59,8 +59,12 @@ class Sampler:
         receipt = self.engine.load_weights(weights)
         if receipt.version != weights.version:
             raise WeightsError(f"the rollout engine answers with version {receipt.version}, the trainer sent {weights.version}")
-        self.loaded = weights.version
-        self.sent.add(weights.version)
+        self.told(weights.version)
+
+    def told(self, version: int) -> None:
+        """This version is in force in the engine."""
+        self.loaded = version
+        self.sent.add(version)
 
     def sample(self, tasks: Sequence[Task], places: Sequence[int], n: int, sampling: Sampling,
                purpose: str = "train") -> list[Group]:
