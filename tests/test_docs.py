@@ -20,7 +20,8 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
 def test_commands_in_the_docs_parse(path):
-    for line in re.findall(r"^\s*(?:\$ )?verl ((?:train|plan|doctor|show|eval|generate|export) .*|doctor)$", path.read_text(), re.M):
+    command = r"^\s*(?:\$ )?verl ((?:train|plan|doctor|show|eval|generate|export) .*|doctor)$"
+    for line in re.findall(command, path.read_text(), re.M):
         words = shlex.split(line.split("  #")[0].split("   ")[0])
         args, rest = parser().parse_known_args(words)
         assert hasattr(args, "run"), line
