@@ -82,8 +82,9 @@ def test_what_cannot_be_sharded_is_refused_by_name(worlds):
         assert "shards over 3 ranks, but 2 ranks on 1 hosts" in words[2]
 
 
-@given(st.integers(0, 100), st.integers(1, 5), st.integers(1, 60), st.sampled_from(["row", "group"]))
+@given(st.integers(0, 100), st.integers(1, 7), st.integers(1, 60), st.sampled_from(["row", "group"]))
 def test_pieces_are_whole_units_of_even_size(seed, ranks, budget, unit):
+    """Field case D023: seven ranks and groups of eight need no rule of divisibility; a step has whole groups by construction."""
     rng = np.random.default_rng(seed)
     answers = tuple(tuple(rng.integers(0, 12, rng.integers(1, 4)).tolist()) for _ in range(rng.integers(1, 6)))
     batch = ragged(seed, prompts=tuple(rng.integers(1, 7, len(answers)).tolist()), answers=answers)
