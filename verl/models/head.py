@@ -61,9 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy_T[part] = log_T - torch.linalg.vecdot(e_TR, z_TR) / sum_T
         if spec.rows < weight_VD.shape[0]:
             logprobs_T.masked_fill_(targets_T >= spec.rows, float("-inf"))
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T)
-        ctx.spec, ctx.temperature, ctx.chunk = spec, temperature, chunk
-        ctx.set_materialize_grads(False)
+        keep(ctx, (hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T), spec, temperature, chunk)
         return logprobs_T, entropy_T
 
     @staticmethod
@@ -98,6 +96,19 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def keep(ctx, tensors: tuple, spec: HeadSpec, temperature: float, chunk: int) -> None:
+    """What the backward of every chunked log softmax needs: its tensors, and how logits were made from them."""
+    ctx.save_for_backward(*tensors)
+    ctx.spec, ctx.temperature, ctx.chunk = spec, temperature, chunk
+    ctx.set_materialize_grads(False)
+
+
+def rows_at_a_time(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, chunk_bytes: int | None) -> int:
+    """Tokens whose logits may exist together (None: 64 MiB of them on a CPU, 1 GiB on a GPU)."""
+    chunk_bytes = chunk_bytes or (1 << 30 if hidden_TD.is_cuda else 64 << 20)
+    return max(1, chunk_bytes // (4 * weight_VD.shape[0]))
 
 
 def _parts(total: int, chunk: int) -> Iterator[slice]:
@@ -143,8 +154,7 @@ def token_logprobs(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: tor
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} has no log-probs; scoring needs temperature > 0")
-    chunk_bytes = chunk_bytes or (1 << 30 if hidden_TD.is_cuda else 64 << 20)
-    chunk = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    chunk = rows_at_a_time(hidden_TD, weight_VD, chunk_bytes)
     function = _TokenLogprobs
     if hidden_TD.is_cuda and hidden_TD.dtype in (torch.bfloat16, torch.float16):
         from verl.models.head_fused import FusedTokenLogprobs as function  # triton exists wherever torch has a GPU

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from verl.models.head import keep
+
 _BLOCK = 4096
 
 
@@ -85,9 +87,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
                                        spec.rows, spec.scale, spec.softcap or 1.0, 1 / temperature,
                                        CAPPED=spec.softcap is not None, BLOCK=_BLOCK, num_warps=8)
         logprobs_T.masked_fill_(targets_T >= spec.rows, float("-inf"))
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T)
-        ctx.spec, ctx.temperature, ctx.chunk = spec, temperature, chunk
-        ctx.set_materialize_grads(False)
+        keep(ctx, (hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T), spec, temperature, chunk)
         return logprobs_T, entropy_T
 
     @staticmethod

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from verl.models.head import HeadSpec, _add_product_, _grad_logits_, _logits, _parts
+from verl.models.head import HeadSpec, _add_product_, _grad_logits_, _logits, _parts, keep, rows_at_a_time
 
 
 class _ParallelLogprobs(torch.autograd.Function):
@@ -35,9 +35,7 @@ class _ParallelLogprobs(torch.autograd.Function):
             logprobs_T[part] = target_T - log_T
             entropy_T[part] = log_T - weighted_T / sum_T
         logprobs_T.masked_fill_(targets_T >= rows, float("-inf"))
-        ctx.save_for_backward(hidden_TD, weight_VD, local_T, own_T, lse_T, entropy_T)
-        ctx.spec, ctx.temperature, ctx.chunk = spec, temperature, chunk
-        ctx.set_materialize_grads(False)
+        keep(ctx, (hidden_TD, weight_VD, local_T, own_T, lse_T, entropy_T), spec, temperature, chunk)
         return logprobs_T, entropy_T
 
     @staticmethod
@@ -67,6 +65,5 @@ def parallel_logprobs(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_
     Every rank passes all T hidden states. The gradient of a rank's hidden states holds its own rows' part: add them up.
     """
     first = dist.get_rank(group) * weight_VD.shape[0]
-    chunk_bytes = chunk_bytes or (1 << 30 if hidden_TD.is_cuda else 64 << 20)
-    chunk = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    chunk = rows_at_a_time(hidden_TD, weight_VD, chunk_bytes)
     return _ParallelLogprobs.apply(hidden_TD, weight_VD, targets_T, first, rows, float(temperature), chunk, group)
